@@ -1,0 +1,65 @@
+"""Every error this package raises on purpose.
+
+Each one also subclasses the built-in type that fits it, so that ``except ValueError`` written against the original
+d9d classes keeps working. A message says what was given, what was expected, and what to type next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "PartitionError",
+    "PipelineConfigurationError",
+    "PipelineError",
+    "PipelineStateError",
+    "PipelineTransferError",
+    "PlaceholderReadError",
+    "ScheduleDeadlockError",
+    "ScheduleError",
+    "StageError",
+    "StageGradientError",
+    "UnplannedCallError",
+]
+
+
+class PipelineError(Exception):
+    """Base of all errors raised by d9d_lightning."""
+
+
+class ScheduleError(PipelineError, ValueError):
+    """A schedule was asked for something its family cannot do, or a program is incomplete or illegal."""
+
+
+class ScheduleDeadlockError(ScheduleError, RuntimeError):
+    """Every rank of a program waits for another one."""
+
+
+class PartitionError(PipelineError, ValueError):
+    """The module or its step cannot be cut into the requested stages."""
+
+
+class PipelineConfigurationError(PipelineError, ValueError):
+    """An argument of the strategy, or the module it was given, is not supported."""
+
+
+class PipelineStateError(PipelineError, ValueError):
+    """A whole-batch or per-microbatch value was stored or read against its sharding specification."""
+
+
+class PipelineTransferError(PipelineError, RuntimeError):
+    """A tensor to be sent does not match what its receiver expects."""
+
+
+class StageError(PipelineError, RuntimeError):
+    """A stage failed while it computed one microbatch."""
+
+
+class StageGradientError(StageError, ValueError):
+    """A backward action was called out of order, twice, or without what it needs."""
+
+
+class PlaceholderReadError(StageError):
+    """The step read the value of a tensor that lives on another stage."""
+
+
+class UnplannedCallError(StageError):
+    """The step called units in an order, or with results, that the plan does not have."""
