@@ -7,6 +7,7 @@ d9d classes keeps working. A message says what was given, what was expected, and
 from __future__ import annotations
 
 __all__ = [
+    "GradientSyncError",
     "PartitionError",
     "PipelineConfigurationError",
     "PipelineError",
@@ -18,6 +19,7 @@ __all__ = [
     "StageError",
     "StageGradientError",
     "UnplannedCallError",
+    "WorkerError",
 ]
 
 
@@ -63,3 +65,11 @@ class PlaceholderReadError(StageError):
 
 class UnplannedCallError(StageError):
     """The step called units in an order, or with results, that the plan does not have."""
+
+
+class GradientSyncError(PipelineError, ValueError):
+    """Gradients were accumulated, awaited or bound against the contract of the synchronizer."""
+
+
+class WorkerError(PipelineError, RuntimeError):
+    """A function that ran once per rank raised, hung or lost its process on at least one rank."""
