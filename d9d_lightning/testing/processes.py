@@ -34,6 +34,7 @@ from d9d_lightning.testing.worker import Job, Report
 __all__ = ["RankOutcome", "collect_outcomes", "distributed", "run_distributed"]
 
 _GRACE_SECONDS = 10.0
+_WAKE_SECONDS = 0.5
 _STACK_SECONDS = 2.0
 _OUTPUT_SHOWN = 6000
 
@@ -248,20 +249,27 @@ def _free_port() -> int:
 def _watch(workers: list[Worker], jobs: list[Job], timeout: float, grace: float | None) -> list[RankOutcome]:
     outcomes: dict[int, RankOutcome] = {}
     deadline = time.monotonic() + timeout
+    wake_time = float("inf")
     while len(outcomes) < len(workers):
         waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in outcomes}
-        ready = set(wait([w.connection for w in waiting.values()], max(0.0, deadline - time.monotonic())))
-        if not ready:
+        until = min(deadline, wake_time)
+        ready = set(wait([w.connection for w in waiting.values()], max(0.0, until - time.monotonic())))
+        if not ready and until < deadline:
+            # The sockets of failed ranks close with them, which wakes the peers that wait for them.
+            for rank in outcomes:
+                if outcomes[rank].failed:
+                    workers[rank].process.kill()
+            wake_time = float("inf")
+        elif not ready:
             outcomes.update(_kill_hanging(waiting, jobs))
             break
         for rank, worker in waiting.items():
             if worker.connection in ready:
                 outcomes[rank] = _receive(rank, worker, jobs[rank])
                 if outcomes[rank].failed:
-                    # Its sockets close with it, which wakes the peers that wait for it.
-                    worker.process.kill()
-                    if grace is not None:
-                        deadline = min(deadline, time.monotonic() + grace)
+                    # Not at once: a peer about to raise the same error should tell its own story.
+                    wake_time = time.monotonic() + _WAKE_SECONDS
+                    deadline = min(deadline, time.monotonic() + grace) if grace is not None else deadline
     return [outcomes[rank] for rank in range(len(workers))]
 
 

@@ -112,6 +112,8 @@ def run_job(job: Job) -> Report:
                 world_size=job.ranks,
                 timeout=timedelta(seconds=job.timeout),
             )
+            # Otherwise a rank that fails early shows up on a slow peer as a failure to connect.
+            torch.distributed.barrier()
         value = function(*args, **kwargs)
         return Report("value", pickle.dumps(value), time=time.monotonic())
     except BaseException as error:
