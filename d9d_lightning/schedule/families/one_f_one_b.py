@@ -1,0 +1,35 @@
+"""1F1B: a backward as soon as there is one, so that few microbatches are alive."""
+
+from __future__ import annotations
+
+from d9d_lightning.schedule.actions import ActionBase, backward_full, forward
+from d9d_lightning.schedule.builder import ComputeOrderBuilder
+from d9d_lightning.schedule.topology import ScheduleStyle
+
+__all__ = ["OneForwardOneBackwardProgramBuilder"]
+
+
+class OneForwardOneBackwardProgramBuilder(ComputeOrderBuilder):
+    """1F1B, also PipeDream-flush or DAPPLE (Narayanan et al., arXiv 2006.09503, section 3).
+
+    TIMELINE
+
+    Bubble (p - 1)(F + I + W) without latency, peak of min(p - rank, m) activations, any number of microbatches.
+    """
+
+    name = "1f1b"
+    num_stages_per_rank = 1
+    topology_style = ScheduleStyle.loop
+
+    def order(self, num_microbatches: int, pp_size: int) -> list[list[ActionBase]]:
+        """Enough forwards to reach the last rank, then one backward, one forward, and so on."""
+        orders: list[list[ActionBase]] = []
+        for rank in range(pp_size):
+            ahead = min(pp_size - 1 - rank, num_microbatches)
+            order: list[ActionBase] = [forward(rank, i) for i in range(ahead)]
+            for i in range(num_microbatches):
+                if i + ahead < num_microbatches:
+                    order.append(forward(rank, i + ahead))
+                order.append(backward_full(rank, i))
+            orders.append(order)
+        return orders

@@ -1,0 +1,91 @@
+"""Every schedule by name, and the one function that builds a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from d9d_lightning.errors import ScheduleError
+from d9d_lightning.schedule.builder import PipelineProgramBuilder
+from d9d_lightning.schedule.families.forward_only import ForwardOnlyProgramBuilder
+from d9d_lightning.schedule.families.gpipe import GPipeProgramBuilder
+from d9d_lightning.schedule.families.one_f_one_b import OneForwardOneBackwardProgramBuilder
+from d9d_lightning.schedule.families.zbv import ZeroBubbleVPipelineProgramBuilder
+from d9d_lightning.schedule.program import Program
+from d9d_lightning.schedule.topology import ScheduleStyle, build_stage_to_host_rank_topology
+
+__all__ = ["SCHEDULES", "build_program", "make_builder"]
+
+SCHEDULES: dict[str, Callable[..., PipelineProgramBuilder]] = {
+    "gpipe": GPipeProgramBuilder,
+    "1f1b": OneForwardOneBackwardProgramBuilder,
+    "zbv": ZeroBubbleVPipelineProgramBuilder,
+    "forward_only": ForwardOnlyProgramBuilder,
+}
+"""Name to builder class. A new family is one file and one line here."""
+
+_PLACED = ("forward_only",)
+"""Families that run on any placement."""
+
+
+def make_builder(
+    name: str, *, stages_per_rank: int | None = None, style: ScheduleStyle | None = None
+) -> PipelineProgramBuilder:
+    """Builder of a schedule.
+
+    Args:
+        name: A key of :data:`SCHEDULES`.
+        stages_per_rank: Number of stages per rank, where the family leaves a choice; the family's own by default.
+        style: Placement, for ``forward_only``.
+
+    Raises:
+        ScheduleError: An unknown name, or a number of stages or a placement that the family does not take.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
+    options: dict[str, object] = {}
+    if name in _PLACED:
+        options = {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
+    builder = SCHEDULES[name](**options)
+    if stages_per_rank is not None and builder.num_stages_per_rank != stages_per_rank:
+        raise ScheduleError(
+            f"schedule {name!r} has {builder.num_stages_per_rank} stage(s) per rank, got stages_per_rank="
+            f"{stages_per_rank}; leave it out, or use looped_bfs, interleaved_1f1b or zb1p"
+        )
+    if style is not None and builder.topology_style is not style:
+        raise ScheduleError(f"schedule {name!r} has the {builder.topology_style.name} placement, got {style.name}")
+    return builder
+
+
+def build_program(
+    schedule: str | PipelineProgramBuilder,
+    *,
+    pp_size: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    style: ScheduleStyle | None = None,
+) -> Program:
+    """Program of a schedule.
+
+    Args:
+        schedule: A key of :data:`SCHEDULES`, or a builder of your own.
+        pp_size: Number of ranks.
+        num_microbatches: Number of microbatches of one step.
+        stages_per_rank: Number of stages per rank, where the family leaves a choice.
+        style: Placement, for ``forward_only``.
+
+    Raises:
+        ScheduleError: An unknown name, or numbers that the family does not take; says which and what to use instead.
+    """
+    builder = schedule
+    name = ""
+    if isinstance(builder, str):
+        name, builder = builder, make_builder(builder, stages_per_rank=stages_per_rank, style=style)
+    if num_microbatches < 1 or pp_size < 1:
+        raise ScheduleError(
+            f"a program needs at least 1 microbatch and 1 rank, got num_microbatches={num_microbatches} and "
+            f"pp_size={pp_size}"
+        )
+    actions = builder.compose(num_microbatches, pp_size)
+    num_stages = builder.num_stages_per_rank * pp_size
+    placement = build_stage_to_host_rank_topology(pp_size, num_stages, builder.topology_style)
+    return Program.from_actions(actions, tuple(placement.values()), num_microbatches, name)
