@@ -14,6 +14,7 @@ __all__ = [
     "PipelineStateError",
     "PipelineTransferError",
     "PlaceholderReadError",
+    "RankFailedError",
     "ScheduleDeadlockError",
     "ScheduleError",
     "StageError",
@@ -73,3 +74,7 @@ class GradientSyncError(PipelineError, ValueError):
 
 class WorkerError(PipelineError, RuntimeError):
     """A function that ran once per rank raised, hung or lost its process on at least one rank."""
+
+
+class RankFailedError(PipelineError, RuntimeError):
+    """Another rank failed first; the message holds its rank, its action and its traceback."""
