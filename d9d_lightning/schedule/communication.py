@@ -64,7 +64,7 @@ def add_communication_ops(
         raise ScheduleError(f"stage_to_rank has the stages {sorted(stage_to_rank)}, expected 0 to {num_stages - 1}")
     orders = [list(compute_actions[rank]) for rank in range(len(compute_actions))]
     times = run_in_order(orders, stage_to_rank, _nominal_duration)
-    transfers = sorted(_find_transfers(orders, times, stage_to_rank, num_stages))
+    transfers = sorted(_find_transfers(orders, times, stage_to_rank, num_stages), key=lambda transfer: transfer[:3])
     touching: list[list[_Transfer]] = [[] for _ in orders]
     for transfer in transfers:
         touching[transfer.sender].append(transfer)

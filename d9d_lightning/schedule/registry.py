@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 from d9d_lightning.errors import ScheduleError
 from d9d_lightning.schedule.builder import PipelineProgramBuilder
+from d9d_lightning.schedule.families.dualpipev import DualPipeVProgramBuilder
 from d9d_lightning.schedule.families.forward_only import ForwardOnlyProgramBuilder
 from d9d_lightning.schedule.families.gpipe import GPipeProgramBuilder
+from d9d_lightning.schedule.families.interleaved_1f1b import Interleaved1F1BProgramBuilder
+from d9d_lightning.schedule.families.looped_bfs import LoopedBFSProgramBuilder
 from d9d_lightning.schedule.families.one_f_one_b import OneForwardOneBackwardProgramBuilder
+from d9d_lightning.schedule.families.zb1p import InterleavedZeroBubbleProgramBuilder
+from d9d_lightning.schedule.families.zb_h1 import ZeroBubbleH1ProgramBuilder
+from d9d_lightning.schedule.families.zb_h2 import ZeroBubbleH2ProgramBuilder
 from d9d_lightning.schedule.families.zbv import ZeroBubbleVPipelineProgramBuilder
 from d9d_lightning.schedule.program import Program
 from d9d_lightning.schedule.topology import ScheduleStyle, build_stage_to_host_rank_topology
@@ -17,14 +23,20 @@ __all__ = ["SCHEDULES", "build_program", "make_builder"]
 
 SCHEDULES: dict[str, Callable[..., PipelineProgramBuilder]] = {
     "gpipe": GPipeProgramBuilder,
+    "looped_bfs": LoopedBFSProgramBuilder,
     "1f1b": OneForwardOneBackwardProgramBuilder,
+    "interleaved_1f1b": Interleaved1F1BProgramBuilder,
+    "zb_h1": ZeroBubbleH1ProgramBuilder,
+    "zb_h2": ZeroBubbleH2ProgramBuilder,
+    "zb1p": InterleavedZeroBubbleProgramBuilder,
     "zbv": ZeroBubbleVPipelineProgramBuilder,
+    "dualpipev": DualPipeVProgramBuilder,
     "forward_only": ForwardOnlyProgramBuilder,
 }
 """Name to builder class. A new family is one file and one line here."""
 
-_PLACED = ("forward_only",)
-"""Families that run on any placement."""
+_LOOPED = ("looped_bfs", "interleaved_1f1b", "zb1p")
+"""Families of any number of stages per rank."""
 
 
 def make_builder(
@@ -43,8 +55,10 @@ def make_builder(
     if name not in SCHEDULES:
         raise ScheduleError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
     options: dict[str, object] = {}
-    if name in _PLACED:
+    if name == "forward_only":
         options = {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
+    elif name in _LOOPED and stages_per_rank is not None:
+        options = {"stages_per_rank": stages_per_rank}
     builder = SCHEDULES[name](**options)
     if stages_per_rank is not None and builder.num_stages_per_rank != stages_per_rank:
         raise ScheduleError(

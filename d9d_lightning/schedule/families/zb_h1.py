@@ -1,0 +1,39 @@
+"""ZB-H1: 1F1B with weight gradients put off, at the memory of 1F1B."""
+
+from __future__ import annotations
+
+from d9d_lightning.schedule.actions import ActionBase, backward_input, backward_weight, forward
+from d9d_lightning.schedule.builder import ComputeOrderBuilder
+from d9d_lightning.schedule.topology import ScheduleStyle
+
+__all__ = ["ZeroBubbleH1ProgramBuilder"]
+
+
+class ZeroBubbleH1ProgramBuilder(ComputeOrderBuilder):
+    """ZB-H1 (Qi et al., arXiv 2401.10241, section 3.1).
+
+    TIMELINE
+
+    Bubble (p - 1)(F + I - W) where W <= min(F, I), peak of p activations. Rank r does its weight gradients r turns
+    late, so input gradients go up the pipeline without waiting for them.
+    """
+
+    name = "zb_h1"
+    num_stages_per_rank = 1
+    topology_style = ScheduleStyle.loop
+
+    def order(self, num_microbatches: int, pp_size: int) -> list[list[ActionBase]]:
+        """Forward, input gradient, and the weight gradient of ``rank`` turns before."""
+        orders: list[list[ActionBase]] = []
+        for rank in range(pp_size):
+            ahead = min(pp_size - 1 - rank, num_microbatches)
+            order: list[ActionBase] = [forward(rank, i) for i in range(ahead)]
+            for i in range(num_microbatches):
+                if i + ahead < num_microbatches:
+                    order.append(forward(rank, i + ahead))
+                order.append(backward_input(rank, i))
+                if i >= rank:
+                    order.append(backward_weight(rank, i - rank))
+            order += [backward_weight(rank, i) for i in range(max(0, num_microbatches - rank), num_microbatches)]
+            orders.append(order)
+        return orders
