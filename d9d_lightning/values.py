@@ -106,8 +106,11 @@ class Trace:
         tail_parameters: Parameters that glue reads for the same purpose.
         overwritten: Values that glue or a later unit changes in place; they are sent as the unit returned them.
         entry_draws: Kinds of random generators that glue before the first unit call advances.
-        changed_attributes: ``(module name, attribute)`` pairs that the step leaves different from what they were.
-        last_effect: Number of unit calls made when the last such change happened; a replay is not cut before it.
+        changed_state: Names (``"net.center"``) of attributes, buffers and generators that glue leaves different from
+            what they were. Each stage keeps its own copy of them during a batch.
+        written_parameters: Parameters that glue writes into (an average kept by the step), with what the new content
+            is made of: values, and names of parameters.
+        overwritten_inputs: Positions, among the tensors of the step's arguments, of those changed in place.
     """
 
     calls: tuple[UnitCall, ...]
@@ -115,8 +118,9 @@ class Trace:
     tail_parameters: frozenset[str]
     overwritten: frozenset[ValueId] = frozenset()
     entry_draws: frozenset[str] = frozenset()
-    changed_attributes: tuple[tuple[str, str], ...] = ()
-    last_effect: int = 0
+    changed_state: tuple[str, ...] = ()
+    written_parameters: Mapping[str, frozenset[ValueId | str]] = field(default_factory=dict)
+    overwritten_inputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

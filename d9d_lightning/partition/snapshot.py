@@ -1,0 +1,225 @@
+"""Remembering the state that a run of the step may change, and putting it back.
+
+A trace leaves no trace: attributes, containers, buffers, generators and the global random state are afterwards what
+they were before, and in the same objects.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ModuleSnapshot", "RandomState", "generators_of"]
+
+_SKIPPED = frozenset({"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"})
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities")
+
+
+def _numpy_random() -> Any:
+    try:
+        import numpy
+    except ImportError:  # numpy is optional for torch, so it is for us
+        return None
+    return numpy.random
+
+
+class RandomState:
+    """State of the global random generators of torch (every device in use), Python and numpy."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.python = random.getstate()
+        numpy_random = _numpy_random()
+        self.numpy = None if numpy_random is None else numpy_random.get_state()
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy_random().set_state(self.numpy)
+
+    def drawn_since(self) -> frozenset[str]:
+        """Kinds of generators that moved since this state was taken."""
+        now = RandomState()
+        kinds = set()
+        if not torch.equal(now.torch, self.torch) or any(
+            not torch.equal(a, b) for a, b in zip(now.cuda, self.cuda, strict=False)
+        ):
+            kinds.add("torch")
+        if now.python != self.python:
+            kinds.add("python")
+        if self.numpy is not None and (now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any()):
+            kinds.add("numpy")
+        return frozenset(kinds)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """An object of the user's own making, whose fields count as state."""
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, type):
+        return False
+    return type(value).__module__.split(".")[0] not in _FOREIGN
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _SKIPPED}
+
+
+def generators_of(root: nn.Module) -> dict[str, torch.Generator]:
+    """Random generators kept on attributes anywhere in the module, by qualified name."""
+    found = {}
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Generator):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+class ModuleSnapshot:
+    """The state of a module tree, except its parameters.
+
+    Buffers and tensors on attributes are replaced by copies while the snapshot is held, so that whatever is written
+    goes into the copies.
+
+    Args:
+        root: The user's module.
+        excluded: Modules whose attributes are left alone (metrics, whose updates are suppressed anyway).
+    """
+
+    def __init__(self, root: nn.Module, excluded: Iterable[nn.Module] = ()) -> None:
+        self._root = root
+        skipped = {id(module) for module in excluded}
+        self._modules = [(path, module) for path, module in root.named_modules() if id(module) not in skipped]
+        self._attributes = [_attributes(module) for _, module in self._modules]
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for attributes in self._attributes:
+            for value in attributes.values():
+                self._remember(value, 0)
+        self._generators = {name: (g, g.get_state()) for name, g in generators_of(root).items()}
+        self._random = RandomState()
+        self._buffers = [dict(module._buffers) for _, module in self._modules]
+        self.copies: dict[str, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+        for (path, module), attributes in zip(self._modules, self._attributes, strict=True):
+            tensors = {n: v for n, v in attributes.items() if type(v) is torch.Tensor}
+            for place, items in ((module._buffers, module._buffers.items()), (module.__dict__, tensors.items())):
+                for name, tensor in list(items):
+                    if tensor is not None:
+                        copy = made.setdefault(id(tensor), tensor.detach().clone())
+                        place[name] = copy
+                        self.copies[f"{path}.{name}" if path else name] = copy
+        self._versions = {name: copy._version for name, copy in self.copies.items()}
+
+    def _remember(self, value: Any, depth: int) -> None:
+        if depth > 4 or id(value) in self._containers or isinstance(value, torch.Tensor | nn.Module | str):
+            return
+        if isinstance(value, dict):
+            self._containers[id(value)] = (value, dict(value))
+            children: Iterable[Any] = value.values()
+        elif isinstance(value, list | deque | set):
+            self._containers[id(value)] = (value, type(value)(value) if not isinstance(value, deque) else list(value))
+            children = list(value)
+        elif isinstance(value, tuple):
+            children = value
+        elif _is_plain_object(value):
+            self._containers[id(value)] = (vars(value), dict(vars(value)))
+            children = vars(value).values()
+        else:
+            return
+        for child in list(children):
+            self._remember(child, depth + 1)
+
+    def changed(self, units: dict[str, nn.Module]) -> Iterator[str]:
+        """Qualified names of attributes, buffers and generators outside the units that differ from the snapshot."""
+        inside = {id(module) for unit in units.values() for module in unit.modules()}
+        for (path, module), before in zip(self._modules, self._attributes, strict=True):
+            if id(module) in inside:
+                continue
+            prefix = f"{path}." if path else ""
+            now = _attributes(module)
+            for name in sorted(set(before) | set(now)):
+                if name.startswith("__"):
+                    continue
+                old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+                if self._is_untouched_copy(prefix + name, new):
+                    continue
+                if old is not new and not _same_constant(old, new):
+                    yield prefix + name
+                elif self._content_changed(new, set()):
+                    yield prefix + name
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not self._is_untouched_copy(prefix + name, buffer):
+                    yield prefix + name
+        for name, (generator, state) in self._generators.items():
+            if not torch.equal(generator.get_state(), state):
+                yield name
+
+    def _is_untouched_copy(self, name: str, tensor: Any) -> bool:
+        copy = self.copies.get(name)
+        return copy is not None and tensor is copy and copy._version == self._versions[name]
+
+    def _content_changed(self, value: Any, seen: set[int]) -> bool:
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        target = vars(value) if _is_plain_object(value) else value
+        saved = self._containers.get(id(value))
+        if saved is None and not isinstance(value, tuple):
+            return False
+        if saved is not None and _differs(target, saved[1]):
+            return True
+        children = target.values() if isinstance(target, dict) else target
+        return any(self._content_changed(child, seen) for child in children if isinstance(child, _NESTED))
+
+    def restore(self) -> None:
+        """Put everything back, in the objects it was in."""
+        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+            for name in [n for n in _attributes(module) if n not in before]:
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        for value, saved in self._containers.values():
+            if not _differs(value, saved):
+                continue
+            if isinstance(value, list):
+                value[:] = saved
+                continue
+            value.clear()
+            value.extend(saved) if isinstance(value, deque) else value.update(saved)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        self._random.restore()
+
+
+_NESTED = (dict, list, deque, set, tuple)
+
+
+class _Missing:
+    pass
+
+
+_MISSING = _Missing()
+
+
+def _same_constant(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and isinstance(old, bool | int | float | str | bytes) and old == new
+
+
+def _differs(value: Any, saved: Any) -> bool:
+    if len(value) != len(saved):
+        return True
+    if isinstance(value, dict):
+        return any(key not in saved or saved[key] is not item for key, item in value.items())
+    if isinstance(value, set):
+        return bool(value != saved)
+    return any(a is not b for a, b in zip(value, saved, strict=True))

@@ -1,0 +1,323 @@
+"""One run of the user's step that records what its units need of each other.
+
+Three depths, tried in this order by the caller: with shapes only (units answer with placeholders; no memory, no
+arithmetic), with values on this process (where the whole module is here), and with values in lockstep (each unit runs
+on its owner, and its outputs are sent to all).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
+from d9d_lightning.partition.interception import Interceptor
+from d9d_lightning.partition.placeholder import Placeholder, cured_afterwards, is_placeholder
+from d9d_lightning.partition.provenance import Provenance, Source
+from d9d_lightning.partition.shapes import Geometry, cheap_random_numbers
+from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
+from d9d_lightning.partition.structure import copy_containers, tensors_in
+from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
+
+__all__ = ["ObservedCall", "TraceDepth", "trace_step"]
+
+
+class TraceDepth(enum.Enum):
+    """How much of the step is really computed."""
+
+    SHAPES = "shapes"
+    """Units give shapes only; glue on the batch is real."""
+    VALUES = "values"
+    """Everything is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCall:
+    """What one call of a unit did."""
+
+    effects: Effects
+    tensors: list[torch.Tensor]
+    draws: frozenset[str]
+    flops: int
+
+
+Exchange = Callable[[str, Callable[[], ObservedCall]], tuple[ObservedCall, bool]]
+"""Lockstep: given a unit and how to run it, the observed call, and whether it ran on this process."""
+
+
+def trace_step(
+    root: nn.Module,
+    interceptor: Interceptor,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    depth: TraceDepth,
+    exchange: Exchange | None = None,
+    silenced: Sequence[nn.Module] = (),
+) -> Trace:
+    """Run the step once and record it. Afterwards everything is as it was before.
+
+    Args:
+        root: The user's module.
+        interceptor: Catches the calls of its units.
+        step: Called as ``step(*args, **kwargs)``.
+        args: The step's positional arguments.
+        kwargs: The step's keyword arguments.
+        depth: How much is really computed.
+        exchange: Runs units on their owners, for depth VALUES of a module that is spread over processes.
+        silenced: Modules whose attributes need no restoring.
+
+    Raises:
+        PlaceholderReadError: At depth SHAPES, the step reads the value of an activation.
+        Exception: Whatever the step itself raises.
+    """
+    tracer = _Tracer(root, interceptor, depth, exchange)
+    snapshot = ModuleSnapshot(root, silenced)
+    try:
+        with cured_afterwards(), _traced_parameters(root, tracer, depth):
+            inputs = copy_containers((args, dict(kwargs)), _fresh_copy())
+            tracer.watch_inputs(tensors_in(inputs))
+            tracer.watch_state(snapshot.copies)
+            with (
+                interceptor.installed(),
+                torch.compiler.set_stance("force_eager"),
+                cheap_random_numbers(),
+                interceptor.policy(tracer),
+            ):
+                tracer.run(lambda: step(*inputs[0], **inputs[1]))
+            return tracer.finish(snapshot)
+    finally:
+        snapshot.restore()
+
+
+def _fresh_copy() -> Callable[[torch.Tensor], torch.Tensor]:
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            with torch.no_grad():
+                copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    return copy
+
+
+@contextlib.contextmanager
+def _traced_parameters(root: nn.Module, tracer: _Tracer, depth: TraceDepth) -> Iterator[None]:
+    """Mark where each parameter comes from; at depth SHAPES, put placeholders in the place of all of them."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    for name, parameter in root.named_parameters():
+        stand_in = parameter
+        if depth is TraceDepth.SHAPES:
+            stand_in = nn.Parameter(Placeholder.like(parameter.detach(), name), parameter.requires_grad)
+        stand_ins[id(parameter)] = stand_in
+        tracer.add_parameter(name, stand_in)
+    try:
+        for module in root.modules():
+            for name, held in module._parameters.items():
+                stand_in = held if held is None else stand_ins.get(id(held), held)
+                if stand_in is not held:
+                    replaced.append((module, name, held))
+                    module._parameters[name] = stand_in
+        yield
+    finally:
+        for module, name, held in replaced:
+            module._parameters[name] = held
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Sums torch's own formulas over the operators of one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class _Tracer:
+    """The policy of a trace: run every unit, follow the glue between them."""
+
+    def __init__(
+        self, root: nn.Module, interceptor: Interceptor, depth: TraceDepth, exchange: Exchange | None
+    ) -> None:
+        self._root = root
+        self._interceptor = interceptor
+        self._depth = depth
+        self._exchange = exchange
+        self._provenance = Provenance()
+        self._calls: list[UnitCall] = []
+        self._numbers: dict[str, int] = {}
+        self._tail: set[Source] = set()
+        self._frames: list[Any] = []
+        self._inputs: dict[int, int] = {}
+        self._random_at_entry = RandomState()
+
+    def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        self._provenance.mark(parameter, {name})
+        self._provenance.watch(parameter, ("parameter", name))
+
+    def watch_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        for position, tensor in enumerate(tensors):
+            self._provenance.watch(tensor, ("input", position))
+
+    def watch_state(self, copies: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in copies.items():
+            self._provenance.watch(tensor, ("state", name))
+
+    def run(self, step: Callable[[], Any]) -> None:
+        with self._provenance:
+            result = step()
+        self._tail |= self._provenance.sources(result)
+
+    # -- CallPolicy -------------------------------------------------------------------------------------------------
+    def call(
+        self, unit: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        provenance = self._provenance
+        needs = provenance.sources((args, kwargs)) | provenance.read
+        own = {id(provenance.cell(p)) for p in module.parameters()}
+        for parameter in module.parameters():  # weights swapped in by functional_call are inputs too
+            needs |= {s for s in provenance.cell(parameter).sources if isinstance(s, ValueId)}
+        result: list[Any] = []
+
+        def run() -> ObservedCall:
+            observed, value = self._observe(module, original, args, kwargs)
+            result.append(value)
+            return observed
+
+        if self._exchange is None:
+            observed = run()
+        else:
+            observed, _ = self._exchange(unit, run)
+        number = len(self._calls)
+        self._mark_values(number, observed.tensors, (args, kwargs), own)
+        if not result:
+            with _disable_current_modes():
+                result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__))
+        self._calls.append(self._record(unit, needs, observed))
+        return result[0]
+
+    def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tail |= self._provenance.sources((args, kwargs))
+        if self._depth is TraceDepth.SHAPES:
+            return Placeholder(_SCALAR, "a metric")
+        with _disable_current_modes():
+            return original(*args, **kwargs) if _is_metric(original) else None
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+    def _observe(
+        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ObservedCall, Any]:
+        with _disable_current_modes():
+            watch = Observation(module, (args, kwargs), _version_of)
+            before = RandomState()
+            with HookRecorder(module) as hooks, _FlopCounter() as flops:
+                result = self._interceptor.run_inside(original, args, kwargs)
+            effects, tensors = watch.finish(result, hooks)
+            return ObservedCall(effects, tensors, before.drawn_since(), flops.total), result
+
+    def _mark_values(self, call: int, tensors: Sequence[torch.Tensor], inputs: Any, own: set[int]) -> None:
+        provenance = self._provenance
+        given = {id(provenance.cell(tensor)) for tensor in tensors_in(inputs)} - own
+        sources: dict[int, set[Source]] = {}
+        for leaf, tensor in enumerate(tensors):
+            cell = provenance.cell(tensor)
+            kept = cell.sources if id(cell) in given else frozenset[Source]()
+            sources.setdefault(id(cell), set(kept)).add(ValueId(call, leaf))
+        for leaf, tensor in enumerate(tensors):
+            provenance.mark_value(tensor, ValueId(call, leaf), sources[id(provenance.cell(tensor))])
+
+    def _record(self, unit: str, needs: frozenset[Source], observed: ObservedCall) -> UnitCall:
+        number = self._numbers.get(unit, 0)
+        self._numbers[unit] = number + 1
+        return UnitCall(
+            unit=unit,
+            number=number,
+            needs=frozenset(s for s in needs if isinstance(s, ValueId)),
+            raw_parameters=frozenset(s for s in needs if isinstance(s, str)),
+            effects=observed.effects,
+            values=tuple(_spec_of(tensor) for tensor in observed.tensors),
+            draws=observed.draws,
+            region=self._region(),
+            flops=observed.flops,
+        )
+
+    def _region(self) -> int | None:
+        """Number of the outermost activation-checkpointed call on the stack."""
+        found = None
+        frame = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "checkpoint" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+                found = frame
+            frame = frame.f_back  # type: ignore[assignment]
+        if found is None:
+            return None
+        if not any(found is known for known in self._frames):
+            self._frames.append(found)
+        return next(index for index, known in enumerate(self._frames) if known is found)
+
+    def finish(self, snapshot: ModuleSnapshot) -> Trace:
+        changed = tuple(dict.fromkeys(snapshot.changed(self._interceptor.units)))
+        provenance = self._provenance
+        for name in changed:
+            self._tail |= provenance.sources(_attribute(self._root, name))
+        for (kind, name), sources in provenance.writes.items():
+            if kind == "state" and name in changed:
+                self._tail |= sources
+        tail = self._tail | provenance.read
+        drawn = frozenset().union(*(call.draws for call in self._calls)) | self._random_at_entry.drawn_since()
+        return Trace(
+            calls=tuple(self._calls),
+            tail_needs=frozenset(s for s in tail if isinstance(s, ValueId)),
+            tail_parameters=frozenset(s for s in tail if isinstance(s, str)),
+            overwritten=frozenset(provenance.overwritten),
+            entry_draws=drawn,
+            changed_state=changed,
+            written_parameters={n: s - {n} for (kind, n), s in provenance.writes.items() if kind == "parameter"},
+            overwritten_inputs=frozenset(n for kind, n in provenance.writes if kind == "input"),
+        )
+
+
+_SCALAR = Geometry((), (), 0, torch.float32, torch.device("cpu"))
+
+
+def _is_metric(method: Callable[..., Any]) -> bool:
+    return isinstance(getattr(method, "__self__", None), nn.Module) and getattr(method, "__name__", "") != "log"
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, Placeholder):
+        return tensor.cell.version
+    if is_placeholder(tensor):
+        return -1
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _spec_of(tensor: torch.Tensor) -> ValueSpec:
+    if tensor.layout is not torch.strided:
+        return ValueSpec(tuple(tensor.shape), (), tensor.dtype, tensor.requires_grad, True)
+    with torch._C.DisableTorchFunctionSubclass():
+        return ValueSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    path, _, attribute = name.rpartition(".")
+    return getattr(root.get_submodule(path), attribute, None)
