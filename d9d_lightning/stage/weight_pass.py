@@ -1,0 +1,218 @@
+"""The second part of a split backward: what arrived at the forks becomes weight gradients.
+
+The engine is entered once per batch of finished groups, from the edges below the forks, so every weight accumulates
+once and its hooks see the sum over all its uses, as in a plain backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.utils.hooks import RemovableHandle
+
+from d9d_lightning.errors import StageGradientError
+from d9d_lightning.stage.graph import Fork, ForkKind
+from d9d_lightning.stage.weight_rules import WEIGHT_RULES, WeightRule
+
+__all__ = ["Arrival", "ForkPlan", "WeightPass"]
+
+Gradients = Sequence[Tensor | None]
+
+# Weight gradients of this many bytes may wait before they are accumulated: few engine calls, no second copy of all.
+_FLUSH_BYTES = 8 * 2**20
+
+
+class ForkPlan:
+    """What one fork needs to give its weight gradients after the input pass; made before that pass frees the graph."""
+
+    __slots__ = ("edges", "group", "node", "rule", "saved", "slots")
+
+    def __init__(self, fork: Fork, nodes: Sequence[Any]) -> None:
+        node = nodes[fork.position]
+        self.slots = fork.slots
+        self.group = fork.group
+        self.edges = [GradientEdge(nodes[number], slot) for number, slot in fork.edges]
+        self.rule: WeightRule | None = None
+        self.saved: tuple[Any, ...] = ()
+        self.node: Any = node if fork.kind is ForkKind.RUN else None
+        if fork.kind is ForkKind.RULE:
+            self.rule = WEIGHT_RULES[type(node).__name__]
+            self.saved = self.rule.read(node, fork.slots)
+
+    def listen(self, node: Any, arrivals: list[Arrival]) -> RemovableHandle:
+        """Have ``node`` append to ``arrivals`` what the weight pass needs of it."""
+        if self.rule is not None:
+            handle = node.register_prehook(lambda given: arrivals.append(Arrival(self, given, ())))
+        else:
+            keeps_given = self.node is not None
+
+            def record(computed: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+                arrivals.append(Arrival(self, given if keeps_given else (), _select(computed, given, self.slots)))
+
+            handle = node.register_hook(record)
+        return handle  # type: ignore[no-any-return]
+
+    def gradients(self, given: Gradients, computed: Gradients) -> Gradients:
+        """One gradient for each slot."""
+        if self.rule is not None:
+            if given[0] is None:
+                return [None] * len(self.slots)
+            return self.rule.gradients(self.saved, self.slots, given[0])
+        if self.node is None or all(gradient is not None for gradient in computed):
+            return computed
+        result = self.node(*given)
+        result = result if isinstance(result, tuple) else (result,)
+        return [result[slot] for slot in self.slots]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that were read from the graph."""
+        flat = [value for item in self.saved for value in (item if isinstance(item, tuple) else (item,))]
+        return [value for value in flat if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the input pass left at one fork: the gradients that arrived, and those of its slots that it computed."""
+
+    plan: ForkPlan
+    given: Gradients
+    computed: Gradients
+
+
+class WeightPass:
+    """The weight gradients that a split backward has left for later.
+
+    Attributes:
+        reason: Why everything was computed at once, or None if the weight gradients are still to come.
+    """
+
+    __slots__ = ("_arrivals", "_group_sizes", "_is_spent", "_roots", "reason")
+
+    def __init__(
+        self,
+        arrivals: list[Arrival] | None = None,
+        roots: Sequence[tuple[int, GradientEdge, Tensor]] = (),
+        group_sizes: Sequence[int] = (),
+        reason: str | None = None,
+    ) -> None:
+        self.reason = reason
+        self._arrivals = arrivals or []
+        self._roots = roots
+        self._group_sizes = group_sizes
+        self._is_spent = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the weight gradients were accumulated in the first part, so that nothing is left to run."""
+        return self.reason is not None
+
+    def held_bytes(self) -> int:
+        """Memory that waits for :meth:`run`, in bytes: gradients that arrived, and tensors read from the graph.
+
+        What nodes without a rule saved stays in the graph until then and is not counted.
+        """
+        tensors: list[Any] = [gradient for _, _, gradient in self._roots]
+        for arrival in self._arrivals:
+            tensors += [*arrival.plan.tensors(), *arrival.given, *arrival.computed]
+        storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def run(self) -> None:
+        """Accumulate the weight gradients into ``.grad`` and let go of everything.
+
+        Raises:
+            StageGradientError: It has been run before.
+        """
+        if self._is_spent:
+            raise StageGradientError(
+                "The weight gradients of this microbatch were already accumulated. Call split_backward once for each "
+                "microbatch, and run() once on what it returns."
+            )
+        self._is_spent = True
+        arrivals, roots, group_sizes = self._arrivals, self._roots, self._group_sizes
+        self._arrivals, self._roots, self._group_sizes = [], (), ()
+        with torch.no_grad():
+            _accumulate(arrivals, roots, group_sizes)
+
+
+def _accumulate(
+    arrivals: list[Arrival], roots: Sequence[tuple[int, GradientEdge, Tensor]], group_sizes: Sequence[int]
+) -> None:
+    missing = list(group_sizes)
+    parts: list[list[tuple[GradientEdge, Tensor]]] = [[] for _ in group_sizes]
+    ready: list[tuple[GradientEdge, Tensor]] = []
+    num_bytes = 0
+    for group, edge, root_gradient in roots:
+        parts[group].append((edge, root_gradient))
+        missing[group] -= 1
+    for group, count in enumerate(missing):
+        if count == 0:
+            ready += parts[group]
+    # forks come in the order in which autograd reached them, so the last layers finish first, as in a plain backward
+    arrivals.reverse()
+    while arrivals:
+        arrival = arrivals.pop()
+        group = arrival.plan.group
+        gradients = arrival.plan.gradients(arrival.given, arrival.computed)
+        for edge, gradient in zip(arrival.plan.edges, gradients, strict=True):
+            if gradient is not None:
+                parts[group].append((edge, _disown(_fit(gradient, edge), arrival.given)))
+                num_bytes += gradient.nbytes
+        missing[group] -= 1
+        if missing[group] == 0:
+            ready += parts[group]
+            parts[group] = []
+        if num_bytes >= _FLUSH_BYTES and ready:
+            _descend(ready)
+            ready, num_bytes = [], 0
+    _descend(ready)
+
+
+def _descend(parts: list[tuple[GradientEdge, Tensor]]) -> None:
+    """Run the weight side below these edges. The public ``backward`` costs more per edge than a small layer does."""
+    if parts:
+        edges, gradients = zip(*parts, strict=True)
+        parts.clear()
+        _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _fit(gradient: Tensor, edge: GradientEdge) -> Tensor:
+    """Reduce a gradient to the shape and type that the edge expects, as the engine does between two nodes."""
+    expected = edge.node._input_metadata[edge.output_nr]
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    if gradient.dtype != expected.dtype:
+        if gradient.is_complex() and not expected.dtype.is_complex:
+            gradient = gradient.real
+        gradient = gradient.to(expected.dtype)
+    return gradient
+
+
+def _select(computed: Gradients, given: Gradients, slots: Sequence[int]) -> Gradients:
+    """Those gradients of a node that belong to the weight side, sharing no memory with the others."""
+    found = []
+    for slot in slots:
+        gradient = computed[slot]
+        others = (*given, *computed[:slot], *computed[slot + 1 :])
+        found.append(None if gradient is None else _disown(gradient, others))
+    return found
+
+
+def _disown(gradient: Tensor, others: Iterable[Tensor | None]) -> Tensor:
+    """Copy a gradient that shares memory with another one.
+
+    Below a view autograd adopts a gradient's memory as ``.grad`` and later adds to it in place; the other tensor may
+    still be on its way to the previous stage.
+    """
+    if gradient.layout is not torch.strided:
+        return gradient
+    memory = gradient.untyped_storage().data_ptr()
+    for other in others:
+        if other is not None and other.layout is torch.strided and other.untyped_storage().data_ptr() == memory:
+            return gradient.clone()
+    return gradient

@@ -1,0 +1,225 @@
+"""How to compute the weight gradients of one autograd node by itself, later, without its input gradient.
+
+Autograd computes the two gradients of ``x @ w`` in one node. A split backward wants the one of ``x`` now, the one of
+``w`` later, and nothing twice. For the nodes that carry almost all weights of ordinary networks this file says which
+saved tensors the second half needs and how it follows from them. The formulas call the kernels that autograd calls.
+Nodes without a rule are run a second time by the weight pass instead.
+
+A rule reads its tensors *before* the backward, so that the graph can be freed while the weight gradients still wait:
+what is kept then is the input of each layer and the gradient of its output, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["WEIGHT_RULES", "WeightRule"]
+
+Saved = tuple[Any, ...]
+Slots = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """The second half of one kind of node.
+
+    Attributes:
+        read: ``(node, slots)`` to the saved values that the gradients of ``slots`` need. A slot is the position of an
+            argument among the differentiable ones, as in ``node.next_functions``.
+        gradients: ``(saved, slots, gradient of the first output)`` to one gradient for each slot, not yet reduced to
+            the argument's shape where the operation broadcasts.
+    """
+
+    read: Callable[[Any, Slots], Saved]
+    gradients: Callable[[Saved, Slots, Tensor], Sequence[Tensor]]
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    """Drop the graph behind a saved tensor; its memory alone is needed."""
+    return None if tensor is None else tensor.detach()
+
+
+def _scale(gradient: Tensor, factor: Any) -> Tensor:
+    if factor == 1:
+        return gradient
+    return gradient * (factor.conjugate() if isinstance(factor, complex) else factor)
+
+
+def _is_column_major(other: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return other.layout is torch.strided and len(strides) == 2 and strides[0] == 1 and strides[1] == sizes[0]
+
+
+def _left_gradient(gradient: Tensor, right: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Gradient of ``a`` in ``a @ right``, in the memory order of ``a``."""
+    if _is_column_major(right, sizes, strides):
+        return right.conj().mm(gradient.t()).t()
+    return gradient.mm(right.t().conj())
+
+
+def _right_gradient(gradient: Tensor, left: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Gradient of ``b`` in ``left @ b``, in the memory order of ``b``."""
+    if _is_column_major(left, sizes, strides):
+        return gradient.t().mm(left.conj()).t()
+    return left.t().conj().mm(gradient)
+
+
+def _read_mm(node: Any, slots: Slots) -> Saved:
+    left = (_own(node._saved_mat2), node._saved_self_sym_sizes, node._saved_self_sym_strides) if 0 in slots else None
+    right = (_own(node._saved_self), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 1 in slots else None
+    return left, right
+
+
+def _gradients_of_mm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    left, right = saved
+    return [_right_gradient(gradient, *right) if slot else _left_gradient(gradient, *left) for slot in slots]
+
+
+def _read_addmm(node: Any, slots: Slots) -> Saved:
+    left = (_own(node._saved_mat2), node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides) if 1 in slots else None
+    right = (_own(node._saved_mat1), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 2 in slots else None
+    return node._saved_beta, node._saved_alpha, left, right
+
+
+def _gradients_of_addmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    beta, alpha, left, right = saved
+    results = []
+    for slot in slots:
+        if slot == 0:
+            results.append(_scale(gradient, beta))
+        elif slot == 1:
+            results.append(_scale(_left_gradient(gradient, *left), alpha))
+        else:
+            results.append(_scale(_right_gradient(gradient, *right), alpha))
+    return results
+
+
+def _left_batched(gradient: Tensor, right: Tensor) -> Tensor:
+    return gradient.bmm(right.transpose(1, 2).conj())
+
+
+def _right_batched(gradient: Tensor, left: Tensor) -> Tensor:
+    return left.transpose(1, 2).conj().bmm(gradient)
+
+
+def _read_bmm(node: Any, slots: Slots) -> Saved:
+    return (_own(node._saved_mat2) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
+
+
+def _gradients_of_bmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    right, left = saved
+    return [_right_batched(gradient, left) if slot else _left_batched(gradient, right) for slot in slots]
+
+
+def _read_baddbmm(node: Any, slots: Slots) -> Saved:
+    right = _own(node._saved_batch2) if 1 in slots else None
+    left = _own(node._saved_batch1) if 2 in slots else None
+    return node._saved_beta, node._saved_alpha, right, left
+
+
+def _gradients_of_baddbmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    beta, alpha, right, left = saved
+    results = []
+    for slot in slots:
+        if slot == 0:
+            results.append(_scale(gradient, beta))
+        elif slot == 1:
+            results.append(_scale(_left_batched(gradient, right), alpha))
+        else:
+            results.append(_scale(_right_batched(gradient, left), alpha))
+    return results
+
+
+def _read_mul(node: Any, slots: Slots) -> Saved:
+    return (_own(node._saved_other) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
+
+
+def _gradients_of_mul(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    return [gradient * saved[slot].conj() for slot in slots]
+
+
+def _read_alpha(node: Any, slots: Slots) -> Saved:
+    return (node._saved_alpha,)
+
+
+def _gradients_of_add(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    return [_scale(gradient, saved[0]) if slot else gradient for slot in slots]
+
+
+def _gradients_of_sub(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    return [-_scale(gradient, saved[0]) if slot else gradient for slot in slots]
+
+
+def _masked(slots: Slots, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [results[slot] for slot in slots]
+
+
+def _mask(slots: Slots) -> list[bool]:
+    return [slot in slots for slot in range(3)]
+
+
+def _read_convolution(node: Any, slots: Slots) -> Saved:
+    tensors = (_own(node._saved_input), _own(node._saved_weight), node._saved_bias_sym_sizes_opt)
+    geometry = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
+    return (*tensors, *geometry, node._saved_output_padding, node._saved_groups)
+
+
+def _gradients_of_convolution(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    return _masked(slots, torch.ops.aten.convolution_backward.default(gradient, *saved, _mask(slots)))
+
+
+def _read_layer_norm(node: Any, slots: Slots) -> Saved:
+    tensors = (_own(node._saved_input), _own(node._saved_result1), _own(node._saved_result2))
+    return (*tensors, _own(node._saved_weight), _own(node._saved_bias), node._saved_normalized_shape)
+
+
+def _gradients_of_layer_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    values, mean, inverse_deviation, weight, bias, shape = saved
+    backward = torch.ops.aten.native_layer_norm_backward.default
+    return _masked(slots, backward(gradient, values, shape, mean, inverse_deviation, weight, bias, _mask(slots)))
+
+
+def _read_group_norm(node: Any, slots: Slots) -> Saved:
+    tensors = (_own(node._saved_input), _own(node._saved_result1), _own(node._saved_result2), _own(node._saved_weight))
+    return (*tensors, node._saved_N, node._saved_C, node._saved_HxW, node._saved_group)
+
+
+def _gradients_of_group_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    # autograd hands its kernel a contiguous gradient and input as well
+    values, *rest = saved
+    backward = torch.ops.aten.native_group_norm_backward.default
+    return _masked(slots, backward(gradient.contiguous(), values.contiguous(), *rest, _mask(slots)))
+
+
+def _read_batch_norm(node: Any, slots: Slots) -> Saved:
+    tensors = (_own(node._saved_input), _own(node._saved_weight))
+    running = (_own(node._saved_running_mean), _own(node._saved_running_var))
+    batch = (_own(node._saved_result1), _own(node._saved_result2))
+    return (*tensors, *running, *batch, node._saved_training, node._saved_eps)
+
+
+def _gradients_of_batch_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+    return _masked(slots, torch.ops.aten.native_batch_norm_backward.default(gradient, *saved, _mask(slots)))
+
+
+WEIGHT_RULES: Mapping[str, WeightRule] = MappingProxyType(
+    {
+        "AddBackward0": WeightRule(_read_alpha, _gradients_of_add),
+        "AddmmBackward0": WeightRule(_read_addmm, _gradients_of_addmm),
+        "BaddbmmBackward0": WeightRule(_read_baddbmm, _gradients_of_baddbmm),
+        "BmmBackward0": WeightRule(_read_bmm, _gradients_of_bmm),
+        "ConvolutionBackward0": WeightRule(_read_convolution, _gradients_of_convolution),
+        "MmBackward0": WeightRule(_read_mm, _gradients_of_mm),
+        "MulBackward0": WeightRule(_read_mul, _gradients_of_mul),
+        "NativeBatchNormBackward0": WeightRule(_read_batch_norm, _gradients_of_batch_norm),
+        "NativeGroupNormBackward0": WeightRule(_read_group_norm, _gradients_of_group_norm),
+        "NativeLayerNormBackward0": WeightRule(_read_layer_norm, _gradients_of_layer_norm),
+        "SubBackward0": WeightRule(_read_alpha, _gradients_of_sub),
+    }
+)
+"""The rule of each kind of node, by the name of its type."""
