@@ -12,6 +12,7 @@ __all__ = [
     "PipelineConfigurationError",
     "PipelineError",
     "PipelineStateError",
+    "PipelineStateMissingError",
     "PipelineTransferError",
     "PlaceholderReadError",
     "RankFailedError",
@@ -46,6 +47,13 @@ class PipelineConfigurationError(PipelineError, ValueError):
 
 class PipelineStateError(PipelineError, ValueError):
     """A whole-batch or per-microbatch value was stored or read against its sharding specification."""
+
+
+class PipelineStateMissingError(PipelineStateError, KeyError):
+    """A value, or one microbatch of it, is read before it was written."""
+
+    # KeyError would show the message in quotes.
+    __str__ = Exception.__str__
 
 
 class PipelineTransferError(PipelineError, RuntimeError):

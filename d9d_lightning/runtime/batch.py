@@ -6,7 +6,6 @@ are written for users in ``docs/batches.md``. :func:`merge_outputs` is the way b
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from d9d_lightning.runtime.batch_spec import Cut, How, resolve_specs
 from d9d_lightning.runtime.batch_tree import Kind, Node, build_tree, walk
 from d9d_lightning.runtime.containers import copy_containers
 from d9d_lightning.runtime.outputs import merge_outputs
+from d9d_lightning.runtime.sharding import shard_bounds
 
 __all__ = ["BatchSplit", "find_batch_size", "merge_outputs", "split_batch"]
 
@@ -76,7 +76,7 @@ def split_batch(batch: Any, num_microbatches: int, batch_spec: Any = None) -> Ba
     if reading.size == 0:
         return BatchSplit(0, (copy_containers(batch),), (0,), "the batch has no samples")
     count = min(num_microbatches, reading.size)
-    bounds = _bounds(reading.size, count)
+    bounds = shard_bounds(reading.size, count)
     microbatches = tuple(_take(root, reading.cut, start, stop) for start, stop in bounds)
     reason = f"the batch has {reading.size} samples" if count < num_microbatches else None
     return BatchSplit(reading.size, microbatches, tuple(stop - start for start, stop in bounds), reason)
@@ -122,12 +122,6 @@ def _describe(root: Node) -> str:
 def _first_children(root: Node) -> list[tuple[Any, Any]]:
     opened = root.opened
     return list(zip(opened.keys, opened.children, strict=True))[:8] if opened is not None else []
-
-
-def _bounds(size: int, count: int) -> list[tuple[int, int]]:
-    small, larger = divmod(size, count)
-    starts = [index * small + min(index, larger) for index in range(count + 1)]
-    return list(itertools.pairwise(starts))
 
 
 def _take(node: Node, cut: Cut, start: int, stop: int) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["OpenContainer", "copy_containers", "holds_tensor", "is_sequence", "open_container"]
+__all__ = ["OpenContainer", "copy_containers", "holds_tensor", "is_sequence", "map_leaves", "open_container"]
 
 _MUTABLE_LEAVES = (set, deque, bytearray)
 
@@ -75,6 +75,14 @@ def copy_containers(value: Any) -> Any:
         # A graph or a structure of the user's own: a step that assigns `batch.x = ...` must not change the original.
         return copy.copy(value)
     return value
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of a value with new containers and ``function`` of every leaf."""
+    opened = open_container(value)
+    if opened is None:
+        return function(value)
+    return opened.rebuild([map_leaves(child, function) for child in opened.children])
 
 
 def holds_tensor(value: Any, depth: int = 4) -> bool:
