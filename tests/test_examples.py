@@ -16,14 +16,15 @@ LOSS_BOUND = 5e-2
 PARAMETER_BOUND = 5e-2
 
 
-def run_python(*arguments: str) -> str:
-    """Output of a fresh interpreter, which must end well."""
+def run_python(folder: Path, *arguments: str) -> str:
+    """Output of a fresh interpreter in a folder of its own, which must end well."""
     done = subprocess.run(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=280,
+        cwd=folder,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
@@ -34,7 +35,7 @@ def run_python(*arguments: str) -> str:
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Output and folder of the main job with its comparison; two processes and one device, in a fresh interpreter."""
     folder = tmp_path_factory.mktemp("digits")
-    return run_python(str(EXAMPLES / "digits_vit.py"), "--compare", "--folder", str(folder)), folder
+    return run_python(folder, str(EXAMPLES / "digits_vit.py"), "--compare", "--folder", str(folder)), folder
 
 
 def number_after(text: str, output: str) -> float:
@@ -68,7 +69,7 @@ def test_checkpoint_of_the_pipeline_loads_into_the_plain_module(digits_run: tupl
         "DigitsClassifier.load_from_checkpoint(sys.argv[2], weights_only=True, strict=True);"
         "print('d9d_lightning' in sys.modules)"
     )
-    output = run_python("-c", code, str(EXAMPLES), str(folder / "pipeline" / "final.ckpt"))
+    output = run_python(folder, "-c", code, str(EXAMPLES), str(folder / "pipeline" / "final.ckpt"))
     assert output.splitlines()[-1] == "False"
 
 
@@ -78,4 +79,4 @@ def test_first_example_of_the_documentation_runs(tmp_path: Path) -> None:
     assert block is not None
     script = tmp_path / "first.py"
     script.write_text(block[1])
-    assert "`max_epochs=1` reached" in run_python(str(script))
+    assert "`max_epochs=1` reached" in run_python(tmp_path, str(script))
