@@ -1,0 +1,133 @@
+"""Compares a split backward with plain autograd, leaf by leaf, over several microbatches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from d9d_lightning.stage.split_backward import WeightPass, full_backward, split_backward
+
+
+@dataclass
+class Case:
+    """One microbatch: its inputs and its roots."""
+
+    inputs: Sequence[Tensor]
+    roots: Sequence[Tensor]
+    gradients: Sequence[Tensor | None] | None = None
+
+
+@dataclass
+class Outcome:
+    """What one way of running the backward has produced.
+
+    ``events`` are the firings of post-accumulate hooks by weight number; ``reasons`` why a split was not made.
+    """
+
+    inputs: list[list[Tensor | None]] = field(default_factory=list)
+    weights: list[Tensor | None] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    reasons: list[str | None] = field(default_factory=list)
+
+
+Build = Callable[[Sequence[Tensor], int], Case]
+
+
+def gradients_for(roots: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """One random gradient for each root, of its shape and type; integer roots get one that must be ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(
+            root.shape,
+            generator=generator,
+            dtype=root.dtype if root.dtype.is_floating_point or root.dtype.is_complex else torch.float64,
+        )
+        for root in roots
+    ]
+
+
+def run_way(way: str, weights: Sequence[Tensor], build: Build, microbatches: int) -> Outcome:
+    """Run ``build(weights, microbatch)`` and its backward: ``plain``, ``split`` or ``full``."""
+    outcome = Outcome()
+    handles = [
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: outcome.events.append(number))
+        for number, weight in enumerate(weights)
+        if weight.requires_grad
+    ]
+    for microbatch in range(microbatches):
+        torch.manual_seed(microbatch)
+        case = build(weights, microbatch)
+        gradients = case.gradients if case.gradients is not None else gradients_for(case.roots, 99 + microbatch)
+        if way == "plain":
+            outcome.inputs.append(_plain(case, gradients))
+        elif way == "full":
+            outcome.inputs.append(full_backward(case.roots, gradients, case.inputs))
+        else:
+            outcome.inputs.append(_split(case, gradients, weights, outcome))
+        assert all(tensor.grad is None for tensor in case.inputs), "a backward left .grad on an input"
+    outcome.weights = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    for handle in handles:
+        handle.remove()
+    return outcome
+
+
+def _plain(case: Case, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    live = [(r, g) for r, g in zip(case.roots, gradients, strict=True) if r.requires_grad and g is not None]
+    if live:
+        torch.autograd.backward([root for root, _ in live], [gradient.clone() for _, gradient in live])
+    found = [None if tensor.grad is None else tensor.grad.clone() for tensor in case.inputs]
+    for tensor in case.inputs:
+        tensor.grad = None
+    return found
+
+
+def _split(
+    case: Case, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], outcome: Outcome
+) -> list[Tensor | None]:
+    before = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+    num_events = len(outcome.events)
+    found, later = split_backward(case.roots, gradients, case.inputs)
+    outcome.reasons.append(later.reason)
+    if not later.is_full:
+        assert len(outcome.events) == num_events, "the input pass accumulated a weight"
+        assert_same(before, [weight.grad for weight in weights])
+    kept = [None if gradient is None else gradient.clone() for gradient in found]
+    case.roots = []
+    gc.collect()
+    _run(later, outcome)
+    assert_same(kept, found)  # the weight pass must not write into what is on its way to the previous stage
+    return found
+
+
+def _run(later: WeightPass, outcome: Outcome) -> None:
+    num_events = len(outcome.events)
+    later.run()
+    assert not later.is_full or len(outcome.events) == num_events, "a full pass accumulated a second time"
+
+
+def assert_same(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> None:
+    """Equal presence, layout, type, shape and values, each leaf by itself."""
+    for number, (left, right) in enumerate(zip(expected, actual, strict=True)):
+        assert (left is None) == (right is None), f"tensor {number}: expected {left}, got {right}"
+        if left is not None and right is not None:
+            assert left.layout == right.layout and left.dtype == right.dtype, f"tensor {number}: {left} {right}"
+            torch.testing.assert_close(right, left, msg=lambda text, number=number: f"tensor {number}: {text}")
+
+
+def check(weights: Sequence[Tensor], build: Build, microbatches: int = 3) -> Outcome:
+    """Fail unless the split and the full backward equal plain autograd; return the outcome of the split."""
+    plain = run_way("plain", weights, build, microbatches)
+    split = run_way("split", weights, build, microbatches)
+    full = run_way("full", weights, build, microbatches)
+    for other in (split, full):
+        for expected, actual in zip(plain.inputs, other.inputs, strict=True):
+            assert_same(expected, actual)
+        assert_same(plain.weights, other.weights)
+        assert sorted(other.events) == sorted(plain.events)
+    return split

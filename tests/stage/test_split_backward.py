@@ -1,0 +1,457 @@
+"""Every kind of graph that a stage can meet: the two parts together equal one plain backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from split_backward_parity import Case, check
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from d9d_lightning.stage.split_backward import split_backward
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed + 17 * sum(shape))
+    return nn.Parameter(torch.randn(shape, dtype=dtype, generator=generator))
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def module_case(module: nn.Module, *shape: int, dtype: torch.dtype = torch.float64):
+    def build(weights: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(*shape, dtype=dtype)
+        result = module(x)
+        return Case([x], [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)])
+
+    return list(module.parameters()), build
+
+
+MODULES = {
+    "mlp": lambda: (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), (3, 4)),
+    "linear without bias, 3d": lambda: (nn.Linear(4, 5, bias=False), (2, 3, 4)),
+    "layer norm": lambda: (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)), (3, 4)),
+    "layer norm without bias": lambda: (nn.LayerNorm(4, bias=False), (3, 4)),
+    "rms norm": lambda: (nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4)), (3, 4)),
+    "group norm": lambda: (nn.Sequential(nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4)), (2, 4, 5)),
+    "batch norm": lambda: (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 2, 5, 5)),
+    "strided grouped convolution": lambda: (nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), (2, 4, 6, 6)),
+    "dilated convolution without bias": lambda: (nn.Conv1d(2, 3, 3, dilation=2, bias=False), (2, 2, 9)),
+    "transposed convolution": lambda: (nn.ConvTranspose2d(3, 2, 3, stride=2, output_padding=1), (2, 3, 4, 4)),
+    "attention": lambda: (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), (2, 3, 8)),
+    "decoder": lambda: (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), (2, 3, 8)),
+    "lstm": lambda: (nn.LSTM(4, 5, num_layers=2, bidirectional=True), (3, 2, 4)),
+    "gru": lambda: (nn.GRU(4, 5), (3, 2, 4)),
+    "prelu": lambda: (nn.Sequential(nn.PReLU(4), nn.Linear(4, 4)), (3, 4)),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), (3, 4)),
+    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)).eval(), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_ordinary_layers_split_exactly(name: str) -> None:
+    """Each ordinary layer's gradients equal those of plain autograd, and its weight gradients really come later."""
+    torch.manual_seed(0)
+    module, shape = MODULES[name]()
+    weights, build = module_case(module.double(), *shape)
+    assert check(weights, build).reasons == [None] * 3
+
+
+def test_float32_lstm_kernel_splits_exactly() -> None:
+    """The fused recurrent kernel, one node that owns all its weights, is exact."""
+    weights, build = module_case(nn.LSTM(4, 5), 3, 2, 4, dtype=torch.float32)
+    check(weights, build)
+
+
+def test_weights_whose_groups_overlap() -> None:
+    """In ``f(x @ (w1 + w3)) @ (w2 + w3)`` the weight that both products share gets both contributions."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [torch.tanh(x @ (w[0] + w[2])) @ (w[1] + w[2])])
+
+    assert check([weight(4, 4, seed=s) for s in range(3)], build).reasons == [None] * 3
+
+
+@pytest.mark.parametrize("between", ["nothing", "weight", "norm"])
+@pytest.mark.parametrize("uses", [2, 3])
+def test_a_weight_reused_around_others(between: str, uses: int) -> None:
+    """A layer that is called again further down accumulates once, with the sum over its calls."""
+    shared, other, norm = (
+        nn.Linear(4, 4).double(),
+        nn.Linear(4, 4).double(),
+        nn.LayerNorm(4).double(),
+    )
+    middle = {"nothing": nn.Tanh(), "weight": other, "norm": norm}[between]
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = h = leaf(3, 4)
+        for _ in range(uses):
+            h = middle(shared(h))
+        return Case([x], [h])
+
+    weights = [*shared.parameters(), *middle.parameters()]
+    assert len(check(weights, build).events) == 3 * len(weights)
+
+
+def test_one_parameter_object_in_different_roles() -> None:
+    """A weight that multiplies, is added and is transposed in one graph gets the sum of all."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(4, 4)
+        return Case([x], [((x @ w[0]) * w[0] + w[0].t()) @ w[0].t() + w[0].sum()])
+
+    check([weight(4, 4)], build)
+
+
+def test_outputs_that_depend_on_weights_only() -> None:
+    """A penalty on the weights, and a weight handed out as it is, are differentiated in the weight pass."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [torch.tanh(x @ w[0]), (w[0] ** 2).sum() + w[1].exp().sum(), w[1], w[1].t()])
+
+    assert check([weight(4, 4), weight(2, 3)], build).reasons == [None] * 3
+
+
+def test_outputs_that_are_views() -> None:
+    """Chunks, transposes and reshapes of one result can be roots, alone or together."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        whole = x @ w[0]
+        q, k = whole.chunk(2, dim=-1)
+        return Case([x], [q, k.t(), whole[0], whole.view(-1)])
+
+    check([weight(4, 8)], build)
+
+
+def test_outputs_changed_in_place_through_views() -> None:
+    """Weights written into a view of an activation, and activations into a view of weights, get their gradients."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        h = x * 2
+        h[:, 0] = w[0]
+        h[1:].mul_(w[1])
+        table = w[2] * 1
+        table[0] += x[0]
+        return Case([x], [h, table])
+
+    check([weight(3), weight(4), weight(2, 4)], build)
+
+
+class TwoOutputs(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, factor: float, x: Tensor, w: Tensor):
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        return x * w * factor, (x > 0).long(), x + w
+
+    @staticmethod
+    def backward(ctx, product: Tensor, _: None, total: Tensor):
+        TwoOutputs.calls += 1
+        x, w = ctx.saved_tensors
+        return None, product * w * ctx.factor + total, product * x * ctx.factor + total
+
+
+@pytest.mark.parametrize("used", [(0, 2), (0,), (2,)])
+def test_custom_functions_with_several_outputs(used: tuple[int, ...]) -> None:
+    """A custom function with differentiable and integer outputs is exact, and its backward runs once a microbatch."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        results = TwoOutputs.apply(2.0, x @ w[0], w[1])
+        return Case([x], [results[0] if used == (0,) else results[2], results[1]] if len(used) == 1 else list(results))
+
+    TwoOutputs.calls = 0
+    assert check([weight(4, 4), weight(3, 4)], build).reasons == [None] * 3
+    assert TwoOutputs.calls == 9  # three ways of three microbatches
+
+
+def test_multi_output_operations_with_missing_gradients() -> None:
+    """Of an operation with several outputs only those that a root uses contribute."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 6)
+        a, _, c = (x @ w[0]).split(2, dim=1)
+        values, indices = (c * w[1]).sort(dim=1)
+        u, s, v = torch.linalg.svd(x.t() @ x + torch.eye(6, dtype=x.dtype) * w[1].sum().exp())
+        return Case([x], [a, values, indices, s, u.sum(), v.abs()])
+
+    check([weight(6, 6), weight(3, 2)], build)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_regions_run_whole_and_once(reentrant: bool) -> None:
+    """A stage with a checkpointed region does the full backward at once, recomputes once, and says why."""
+    inner, outer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), nn.Linear(4, 4).double()
+    calls = []
+    inner[0].register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [outer(checkpoint(inner, outer(x), use_reentrant=reentrant))])
+
+    split = check([*inner.parameters(), *outer.parameters()], build)
+    assert all(reason is not None and "checkpointing" in reason for reason in split.reasons)
+    assert len(calls) == 18  # forward and one recomputation, for three microbatches of three ways
+
+
+def test_a_checkpointed_region_without_weights_is_no_obstacle() -> None:
+    """Where the recomputed region holds no trainable weight, the split is made and recomputes once."""
+    calls = []
+
+    def region(x: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.tanh(x).exp()
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [checkpoint(region, x @ w[0], use_reentrant=False) @ w[1]])
+
+    assert check([weight(4, 4), weight(4, 2)], build).reasons == [None] * 3
+    assert len(calls) == 18
+
+
+def test_offloaded_activations_are_unpacked_once() -> None:
+    """Under user hooks on saved tensors the backward is whole, and unpacks as often as plain autograd."""
+    unpacked = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(1)
+        return tensor
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+            return Case([x], [torch.tanh(x @ w[0])])
+
+    split = check([weight(4, 4)], build, microbatches=1)
+    assert split.reasons[0] is not None
+    assert len(unpacked) == 9
+
+
+def test_frozen_parts() -> None:
+    """Frozen weights get no gradient, and what leads only to them is not computed."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).double()
+    module[0].requires_grad_(False)
+    module[2].bias.requires_grad_(False)
+    weights, build = module_case(module, 3, 4)
+    assert set(check(weights, build).events) == {2, 3, 4}
+
+
+def test_a_fully_frozen_stage_relays_gradients() -> None:
+    """With no trainable weight at all, the input gradient is right and the weight pass does nothing."""
+    module = nn.Linear(4, 4).double().requires_grad_(False)
+    weights, build = module_case(module, 3, 4)
+    assert check(weights, build).events == []
+
+
+def test_inputs_without_gradient_and_integer_outputs() -> None:
+    """Masks among the inputs get None, token ids among the roots are skipped, whatever gradient is given."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x, mask, ids = leaf(3, 4), torch.ones(3, 1, dtype=torch.float64), torch.arange(3)
+        return Case([x, mask, ids], [(x @ w[0]) * mask, ids, mask, x.argmax(1)])
+
+    assert check([weight(4, 4)], build).inputs[0][1:] == [None, None]
+
+
+def test_values_relayed_unchanged() -> None:
+    """A root that is an input itself returns its gradient, added to that of its other uses."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x, skip = leaf(3, 4), leaf(3, 4)
+        return Case([x, skip], [x @ w[0], skip, x, skip])
+
+    check([weight(4, 4)], build)
+
+
+def test_an_unreachable_input_gets_none() -> None:
+    """An input that no root uses gets None, not zeros."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x, leaf(2)], [x @ w[0]])
+
+    assert check([weight(4, 4)], build).inputs[0][1] is None
+
+
+def test_the_first_stage_leaves_everything_to_the_weight_pass() -> None:
+    """Without inputs that require a gradient, the first part runs no node and the second all of them."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        return Case([torch.arange(3)], [torch.tanh(F.embedding(torch.tensor([1, 3, 1]), w[0])) @ w[1]])
+
+    assert check([weight(5, 4), weight(4, 4)], build).reasons == [None] * 3
+
+
+def test_one_input_used_and_asked_for_twice() -> None:
+    """An input that feeds two branches, and stands twice in the list, gets the whole gradient in both places."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x, x], [(x @ w[0]) * x, x.sin()])
+
+    check([weight(4, 4)], build)
+
+
+@pytest.mark.parametrize("mixed_in", [False, True])
+def test_sparse_embedding_gradients_stay_sparse(mixed_in: bool) -> None:
+    """A sparse embedding keeps its sparse gradient, also where it is added to an activation."""
+    table = nn.Embedding(7, 4, sparse=True).double()
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        found = table(torch.tensor([1, 5, 1]))
+        return Case([x], [x * 2 + found if mixed_in else found, x.exp()])
+
+    plain = check([table.weight], build)
+    assert plain.weights[0] is not None and plain.weights[0].is_sparse
+
+
+def test_products_with_sparse_matrices() -> None:
+    """A sparse constant between two weights is exact."""
+    adjacency = torch.eye(4, dtype=torch.float64).roll(1, 0).to_sparse()
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(4, 4)
+        return Case([x], [torch.sparse.mm(adjacency, x @ w[0]) @ w[1] + torch.mm(adjacency, w[0])])
+
+    check([weight(4, 4), weight(4, 4, seed=1)], build)
+
+
+def test_complex_weights_and_activations() -> None:
+    """Complex products, real weights in complex graphs and scaled products follow autograd's conjugation."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(4, 4, dtype=torch.complex128)
+        h = torch.addmm(w[1], x, w[0], beta=2 - 1j, alpha=1j) * w[2] + x * w[2]
+        h = torch.sub(h, w[1], alpha=1 + 2j)
+        batched = torch.baddbmm(w[3], h[None].conj(), w[3], beta=1j, alpha=2j) + torch.bmm(h[None], w[3])
+        return Case([x], [h, batched, torch.view_as_real(h @ w[0].mH), torch.view_as_real(w[3] @ h[None])])
+
+    shapes = (4, 4), (4,), (1, 4, 4)
+    matrix, row, batch = (weight(*shape, dtype=torch.complex128) for shape in shapes)
+    assert check([matrix, row, weight(4), batch], build).reasons == [None] * 3
+
+
+def test_weights_on_either_side_of_a_product() -> None:
+    """Weights as left factor, right factor and addend of matrix products are exact, scaled or not."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(4, 4)
+        h = torch.addmm(w[0], w[1], x, beta=0.5, alpha=2) + w[1].t() @ x + x @ w[1].t()
+        b = torch.baddbmm(w[2], w[2], h[None], beta=3, alpha=0.5) + torch.bmm(h[None], w[2])
+        return Case([x], [torch.addmm(x, h, w[0]), b - w[2], w[2] - b, torch.sub(x, w[0], alpha=2)])
+
+    check([weight(4, 4), weight(4, 4, seed=1), weight(1, 4, 4)], build)
+
+
+def test_broadcast_and_cast_weights() -> None:
+    """Gradients of weights that broadcast, or are used in a lower precision, arrive in the weight's shape and type."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(2, 3, 4, dtype=torch.float32)
+        h = x * w[0] + w[1] - w[2]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = F.linear(h, w[3], w[1].reshape(4))
+        return Case([x], [h.double() * w[1].double(), low, torch.cat([w[2].expand(2, 1, 4), x], dim=1)])
+
+    check([weight(*s, dtype=torch.float32) for s in ((3, 1), (1, 4), (1, 1, 1), (4, 4))], build)
+
+
+def test_missing_root_gradients_contribute_nothing() -> None:
+    """A root without a gradient, a scalar one too, leaves the weights that only it uses untouched."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        roots = [x @ w[0], (x @ w[1]).sum()]
+        return Case([x], roots, [torch.ones(3, 4, dtype=torch.float64), None])
+
+    split = check([weight(4, 4), weight(4, 4, seed=1)], build)
+    assert split.weights[1] is None
+
+
+def test_no_root_gradient_at_all() -> None:
+    """If no gradient arrives, inputs get None, weights nothing, and running the pass is allowed."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [x @ w[0]], [None])
+
+    split = check([weight(4, 4)], build)
+    assert split.weights == [None] and split.inputs == [[None]] * 3
+
+
+def test_torchscript_submodules() -> None:
+    """A scripted function inside a stage is exact, split or not."""
+
+    def gate(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sigmoid(x @ w) * torch.tanh(x)
+
+    scripted = torch.jit.trace(gate, (torch.randn(3, 4).double(), torch.randn(4, 4).double()))
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        return Case([x], [scripted(x @ w[0], w[1])])
+
+    check([weight(4, 4), weight(4, 4, seed=1)], build, microbatches=4)
+
+
+@pytest.mark.parametrize("has_rerun_node", [False, True])
+def test_compiled_submodules(has_rerun_node: bool) -> None:
+    """A compiled block inside a stage is exact, also beside a node that must be run twice."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    compiled = torch.compile(block, backend="aot_eager")
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        h = x / w[0] if has_rerun_node else x * w[0]
+        return Case([x], [compiled(h)])
+
+    split = check([weight(4), *block.parameters()], build)
+    assert (split.reasons[0] is not None) == has_rerun_node
+
+
+def test_double_backward_inside_the_step() -> None:
+    """A gradient penalty, whose graph contains a backward, is exact."""
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(3, 4)
+        value = torch.tanh(x @ w[0]) @ w[1]
+        (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        return Case([x], [value, (slope**2).sum()])
+
+    check([weight(4, 4), weight(4, 4, seed=1)], build)
+
+
+def test_checks_against_finite_differences() -> None:
+    """The split gradients agree with numerical differentiation, not only with autograd's own backward."""
+    w = [weight(4, 4), weight(4, 3, seed=1), weight(4, 4, seed=2)]
+
+    def loss(x: Tensor) -> Tensor:
+        return (torch.tanh(x @ (w[0] + w[2])) @ (w[1] + w[2][:, :3])).pow(2).sum()
+
+    x = leaf(2, 4)
+    value = loss(x)
+    found, later = split_backward([value], [torch.ones_like(value)], [x])
+    later.run()
+    for tensor, gradient in [(x, found[0]), *((each, each.grad) for each in w)]:
+        for index in range(0, tensor.numel(), 3):
+            with torch.no_grad():
+                flat, step = tensor.view(-1), 1e-6
+                flat[index] += step
+                above = loss(x)
+                flat[index] -= 2 * step
+                below = loss(x)
+                flat[index] += step
+            torch.testing.assert_close(gradient.view(-1)[index], (above - below) / (2 * step), rtol=1e-6, atol=1e-7)
