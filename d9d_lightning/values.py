@@ -56,6 +56,7 @@ class ValueSpec:
         shape: Size of each dim.
         stride: Stride of each dim, in elements.
         dtype: Element type.
+        device: Type of device (``"cpu"``, ``"cuda"``); the index is each rank's own.
         requires_grad: Whether a gradient travels back.
         dynamic_shape: The shape depends on data; every message then carries its own shape.
     """
@@ -63,6 +64,7 @@ class ValueSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: str
     requires_grad: bool
     dynamic_shape: bool = False
 

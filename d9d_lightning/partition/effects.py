@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import UnplannedCallError
+from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.partition.structure import Constant, constants_differ, flatten, tensors_in, unflatten
 
 __all__ = ["Effects", "HookRecorder", "Observation"]
@@ -100,9 +101,11 @@ def _overwrite(places: Sequence[tuple[str, Any]], values: Sequence[torch.Tensor]
     arguments = flatten(args)[1]
     with torch.no_grad():
         for (kind, key), value in zip(places, values, strict=True):
-            target = arguments[key] if kind == "argument" else module.get_buffer(key)
-            if target is not value:
-                target.copy_(value)
+            if kind == "argument":
+                if arguments[key] is not value:
+                    arguments[key].copy_(value)
+            elif not is_placeholder(value):  # an own buffer keeps its old content rather than an unknown one
+                module.get_buffer(key).copy_(value)
 
 
 def _fire_hooks(module: nn.Module, record: Any) -> None:

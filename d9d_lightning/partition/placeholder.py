@@ -21,7 +21,7 @@ from d9d_lightning.errors import PlaceholderReadError
 from d9d_lightning.partition import shapes
 from d9d_lightning.partition.user_code import describe_user_line
 
-__all__ = ["Cell", "Placeholder", "contains_placeholder", "cured_afterwards", "is_placeholder"]
+__all__ = ["Cell", "Placeholder", "ReplayCut", "cured_afterwards", "is_placeholder", "reads_end_the_replay"]
 
 
 class Cell:
@@ -138,14 +138,6 @@ def is_placeholder(value: object) -> bool:
     return isinstance(value, Placeholder | Poisoned)
 
 
-def contains_placeholder(values: Iterable[object]) -> Placeholder | Poisoned | None:
-    """The first placeholder among some values."""
-    for value in values:
-        if isinstance(value, Placeholder | Poisoned):
-            return value
-    return None
-
-
 class Poisoned(torch.Tensor):
     """A real tensor that a placeholder was written into: part of its content is unknown from then on.
 
@@ -171,8 +163,11 @@ class Poisoned(torch.Tensor):
 
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "grad_fn", "layout", "grad", "_base")
-) | {torch.Tensor.size, torch.Tensor.stride, torch.Tensor.dim, torch.Tensor.numel}
+    for name in "shape dtype device requires_grad is_leaf ndim grad_fn layout grad _base _version".split()
+) | frozenset(
+    getattr(torch.Tensor, name)
+    for name in "size stride dim numel storage_offset untyped_storage is_inference is_conj element_size".split()
+)
 
 
 def _as_placeholder(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +208,28 @@ def cured_afterwards() -> Iterator[None]:
                 del tensor.origin  # type: ignore[attr-defined]
 
 
+class ReplayCut(BaseException):
+    """Ends a replay that has nothing left to do; a BaseException, so that the user's ``except Exception`` lets it by."""
+
+
+_CUT_ON_READ = False
+
+
+@contextlib.contextmanager
+def reads_end_the_replay() -> Iterator[None]:
+    """Within it, reading a placeholder's value raises :class:`ReplayCut` instead of an error."""
+    global _CUT_ON_READ
+    before = _CUT_ON_READ
+    _CUT_ON_READ = True
+    try:
+        yield
+    finally:
+        _CUT_ON_READ = before
+
+
 def _refuse_read(tensor: Placeholder, what: str) -> NoReturn:
+    if _CUT_ON_READ:
+        raise ReplayCut
     raise PlaceholderReadError(
         f"{describe_user_line()} reads the value of a tensor ({what}) that was made by unit {tensor.origin!r} on "
         f"another stage, where only its shape {tuple(tensor.shape)} is known. "
@@ -240,6 +256,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except shapes.DataDependentError as error:
         if error.internal is None:
             _refuse_read(first, str(func))
+        if _CUT_ON_READ:
+            raise ReplayCut from None
         raise PlaceholderReadError(
             f"{describe_user_line()} calls {func} on a tensor of unit {first.origin!r}, which lives on another stage, "
             f"and torch has no shape rule for it: {error.internal}"

@@ -79,6 +79,13 @@ class Provenance(TorchDispatchMode):
         self._watched[id(cell)] = name
         self._alive.append(cell)
 
+    def note_overwritten(self, tensor: torch.Tensor) -> None:
+        """Say that a unit changed a tensor in place."""
+        cell = self.cell(tensor)
+        self.overwritten |= self._values.get(id(cell), set())
+        if id(cell) in self._watched:
+            self.writes.setdefault(self._watched[id(cell)], _NONE)
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

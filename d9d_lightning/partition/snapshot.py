@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModuleSnapshot", "RandomState", "generators_of"]
+__all__ = ["ModuleSnapshot", "RandomState", "generators_of", "is_plain_object", "numpy_random"]
 
 _SKIPPED = frozenset({"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities")
 
 
-def _numpy_random() -> Any:
+def numpy_random() -> Any:
+    """``numpy.random``, or None without numpy."""
     try:
         import numpy
     except ImportError:  # numpy is optional for torch, so it is for us
@@ -35,8 +36,8 @@ class RandomState:
         self.torch = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self.python = random.getstate()
-        numpy_random = _numpy_random()
-        self.numpy = None if numpy_random is None else numpy_random.get_state()
+        source = numpy_random()
+        self.numpy = None if source is None else source.get_state()
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -45,7 +46,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
         random.setstate(self.python)
         if self.numpy is not None:
-            _numpy_random().set_state(self.numpy)
+            numpy_random().set_state(self.numpy)
 
     def drawn_since(self) -> frozenset[str]:
         """Kinds of generators that moved since this state was taken."""
@@ -62,7 +63,7 @@ class RandomState:
         return frozenset(kinds)
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """An object of the user's own making, whose fields count as state."""
     if not hasattr(value, "__dict__") or callable(value) or isinstance(value, type):
         return False
@@ -129,7 +130,7 @@ class ModuleSnapshot:
             children = list(value)
         elif isinstance(value, tuple):
             children = value
-        elif _is_plain_object(value):
+        elif is_plain_object(value):
             self._containers[id(value)] = (vars(value), dict(vars(value)))
             children = vars(value).values()
         else:
@@ -170,7 +171,7 @@ class ModuleSnapshot:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        target = vars(value) if _is_plain_object(value) else value
+        target = vars(value) if is_plain_object(value) else value
         saved = self._containers.get(id(value))
         if saved is None and not isinstance(value, tuple):
             return False

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Constant", "Leaf", "Node", "constants_differ", "copy_containers", "flatten", "tensors_in", "unflatten"]
+__all__ = [
+    "Constant",
+    "Leaf",
+    "Node",
+    "constant_key",
+    "constants_differ",
+    "copy_containers",
+    "flatten",
+    "tensors_in",
+    "unflatten",
+]
 
 _MAX_DEPTH = 8
 _ATOMS = (
@@ -239,3 +249,22 @@ def _emptied_keep(value: Any) -> Any:
         return copy.copy(value)
     except Exception:  # see _emptied
         return value
+
+
+def constant_key(template: Any) -> Any:
+    """A hashable key of a template: its form, and constants that decide how a step runs.
+
+    Strings and floats vary from batch to batch without changing what is called, so only their type counts.
+    """
+    if isinstance(template, Leaf):
+        return template.index
+    if isinstance(template, Constant):
+        value = template.value
+        return (value,) if value is None or isinstance(value, bool | int) else type(value).__name__
+    if template.prototype is list and all(isinstance(child, Constant) for child in template.children):
+        return ("list", len(template.children))  # sample numbers, names: one for each sample
+    try:
+        keys = template.keys if hash(template.keys) is not None else ()
+    except TypeError:
+        keys = (len(template.keys),)
+    return (template.kind, keys, tuple([constant_key(child) for child in template.children]))

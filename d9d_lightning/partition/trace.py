@@ -207,7 +207,7 @@ class _Tracer:
         else:
             observed, _ = self._exchange(unit, run)
         number = len(self._calls)
-        self._mark_values(number, observed.tensors, (args, kwargs), own)
+        self._mark_values(number, observed, (args, kwargs), own)
         if not result:
             with _disable_current_modes():
                 result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__))
@@ -233,9 +233,13 @@ class _Tracer:
             effects, tensors = watch.finish(result, hooks)
             return ObservedCall(effects, tensors, before.drawn_since(), flops.total), result
 
-    def _mark_values(self, call: int, tensors: Sequence[torch.Tensor], inputs: Any, own: set[int]) -> None:
-        provenance = self._provenance
-        given = {id(provenance.cell(tensor)) for tensor in tensors_in(inputs)} - own
+    def _mark_values(self, call: int, observed: ObservedCall, inputs: Any, own: set[int]) -> None:
+        provenance, tensors = self._provenance, observed.tensors
+        arguments = tensors_in(inputs)
+        for kind, key in observed.effects.written:
+            if kind == "argument":
+                provenance.note_overwritten(arguments[key])
+        given = {id(provenance.cell(tensor)) for tensor in arguments} - own
         sources: dict[int, set[Source]] = {}
         for leaf, tensor in enumerate(tensors):
             cell = provenance.cell(tensor)
@@ -313,9 +317,9 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _spec_of(tensor: torch.Tensor) -> ValueSpec:
     if tensor.layout is not torch.strided:
-        return ValueSpec(tuple(tensor.shape), (), tensor.dtype, tensor.requires_grad, True)
-    with torch._C.DisableTorchFunctionSubclass():
-        return ValueSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+        return ValueSpec(tuple(tensor.shape), (), tensor.dtype, tensor.device.type, tensor.requires_grad, True)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return ValueSpec(shape, stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
 def _attribute(root: nn.Module, name: str) -> Any:

@@ -1,0 +1,183 @@
+"""Running one rank's program.
+
+The executor takes actions in order and asks a stage to compute or the transport to move tensors. It names no schedule
+and knows no gradients' fate: it tells an observer when the weight gradients of a stage and microbatch are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from d9d_lightning.schedule import ActionBase, ActionKind, Program
+from d9d_lightning.stage.stage import PipelineStage
+from d9d_lightning.values import Plan, ValueId
+
+__all__ = ["Observer", "PipelineExecutor", "Transport", "Values"]
+
+Result = TypeVar("Result")
+Values = Mapping[ValueId, Tensor | None]
+
+
+class Observer(Protocol):
+    """Told of progress."""
+
+    def weights_done(self, stage: int, microbatch: int) -> None:
+        """All weight gradients of a stage and microbatch have been accumulated."""
+
+
+class Transport(Protocol):
+    """Moves values between ranks. Sends and posted receives return at once; ``take`` waits."""
+
+    def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
+        """Send the outputs of a stage to the rank of the next one."""
+
+    def post_forward(self, stage: int, microbatch: int) -> None:
+        """Prepare to receive the inputs of a stage."""
+
+    def take_forward(self, stage: int, microbatch: int) -> dict[ValueId, Tensor]:
+        """Wait for the inputs of a stage."""
+
+    def send_backward(self, stage: int, microbatch: int, gradients: Values) -> None:
+        """Send the gradients of a stage's inputs to the rank of the previous one."""
+
+    def post_backward(self, stage: int, microbatch: int) -> None:
+        """Prepare to receive the gradients of a stage's outputs."""
+
+    def take_backward(self, stage: int, microbatch: int) -> dict[ValueId, Tensor | None]:
+        """Wait for the gradients of a stage's outputs."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+
+
+class PipelineExecutor:
+    """One rank's part of one step.
+
+    Args:
+        rank: Rank in the pipeline.
+        program: What every rank does.
+        stages: This rank's stages by number.
+        transport: Moves tensors to and from other ranks.
+        observer: Told of progress.
+
+    Attributes:
+        failure: The first exception of a stage. From then on nothing is computed, but the program goes on with zeros of
+            the planned shapes, so that no peer is left waiting and the groups stay usable.
+        failed_action: The action that raised it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        program: Program,
+        stages: Mapping[int, PipelineStage],
+        transport: Transport,
+        observer: Observer | None = None,
+    ) -> None:
+        self.actions = program.actions[rank]
+        self.failure: Exception | None = None
+        self.failed_action: ActionBase | None = None
+        self._stages = stages
+        self._transport = transport
+        self._observer = observer
+        self._last = program.num_stages - 1
+        self._local = {stage for stage in range(self._last) if program.stage_to_rank[stage] == program.stage_to_rank[stage + 1]}
+        self._forward_inbox: dict[tuple[int, int], Values] = {}
+        self._forward_outbox: dict[tuple[int, int], Values] = {}
+        self._backward_inbox: dict[tuple[int, int], Values] = {}
+        self._backward_outbox: dict[tuple[int, int], Values] = {}
+
+    def run(self) -> None:
+        """Run all actions, then wait for the last sends."""
+        for action in self.actions:
+            self.execute(action)
+        self._transport.finish()
+
+    def execute(self, action: ActionBase) -> None:
+        """Run one action."""
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind is ActionKind.OVERLAP:
+            for part in action.parts:
+                self.execute(part)
+        elif kind is ActionKind.RECV_F:
+            self._transport.post_forward(stage, microbatch)
+        elif kind is ActionKind.RECV_B:
+            self._transport.post_backward(stage, microbatch)
+        elif kind is ActionKind.SEND_F:
+            self._transport.send_forward(stage, microbatch, self._forward_outbox.pop((stage, microbatch)))
+        elif kind is ActionKind.SEND_B:
+            self._transport.send_backward(stage, microbatch, self._backward_outbox.pop((stage, microbatch)))
+        else:
+            self._compute(action)
+
+    def _compute(self, action: ActionBase) -> None:
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind is ActionKind.F:
+            self._forward(action, self._stages[stage], microbatch)
+        elif kind is ActionKind.W:
+            if self.failure is None:
+                self._attempt(action, lambda: self._stages[stage].backward_weight(microbatch))
+            self._report_weights(stage, microbatch)
+        else:
+            self._backward(action, self._stages[stage], microbatch)
+
+    def _forward(self, action: ActionBase, stage: PipelineStage, microbatch: int) -> None:
+        key = (stage.index, microbatch)
+        received: Values = {}
+        if stage.index > 0:
+            local = stage.index - 1 in self._local
+            received = self._forward_inbox.pop(key) if local else self._transport.take_forward(*key)
+        sent: Values | None = None
+        if self.failure is None:
+            sent = self._attempt(action, lambda: stage.forward(microbatch, received))  # type: ignore[arg-type]
+        if stage.index == self._last:
+            return
+        if sent is None:
+            plan = stage.plan(microbatch)
+            sent = {value: _zeros(plan, value) for value in plan.boundaries[stage.index].sends}
+        box = self._forward_inbox if stage.index in self._local else self._forward_outbox
+        box[(stage.index + 1, microbatch) if stage.index in self._local else key] = sent
+
+    def _backward(self, action: ActionBase, stage: PipelineStage, microbatch: int) -> None:
+        key = (stage.index, microbatch)
+        gradients: Values = {}
+        if stage.index < self._last:
+            local = stage.index in self._local
+            gradients = self._backward_inbox.pop(key) if local else self._transport.take_backward(*key)
+        full = action.kind is ActionKind.B
+        compute = stage.backward_full if full else stage.backward_input
+        sent: Values | None = None
+        if self.failure is None:
+            sent = self._attempt(action, lambda: compute(microbatch, gradients))
+        if full:
+            self._report_weights(stage.index, microbatch)
+        if stage.index == 0:
+            return
+        if sent is None:
+            plan = stage.plan(microbatch)
+            received = plan.boundaries[stage.index].receives
+            sent = {value: None for value in received if plan.spec(value).requires_grad}
+        local = stage.index - 1 in self._local
+        box = self._backward_inbox if local else self._backward_outbox
+        box[(stage.index - 1, microbatch) if local else key] = sent
+
+    def _report_weights(self, stage: int, microbatch: int) -> None:
+        if self._observer is not None:
+            self._observer.weights_done(stage, microbatch)
+
+    def _attempt(self, action: ActionBase, compute: Callable[[], Result]) -> Result | None:
+        try:
+            return compute()
+        except Exception as error:
+            self.failure = error
+            self.failed_action = action
+            return None
+
+
+def _zeros(plan: Plan, value: ValueId) -> Tensor:
+    spec = plan.spec(value)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

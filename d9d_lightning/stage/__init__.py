@@ -1,0 +1,1 @@
+"""One stage, one microbatch: placeholders, the replay of the user's step, split backward."""

@@ -1,0 +1,161 @@
+"""Traces of one kind of step, and the plans made from them, by the signature of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from d9d_lightning.errors import PartitionError, PlaceholderReadError
+from d9d_lightning.partition.interception import Interceptor
+from d9d_lightning.partition.placement import group_units, place_units
+from d9d_lightning.partition.plan import make_plan
+from d9d_lightning.partition.structure import constant_key, flatten
+from d9d_lightning.partition.trace import TraceDepth, trace_step
+from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
+from d9d_lightning.stage.replay import StepCall
+from d9d_lightning.values import Microbatch, Placement, Plan, Trace
+
+__all__ = ["Planner", "Signature", "signature_of"]
+
+Signature = tuple[Any, ...]
+
+
+def signature_of(root: nn.Module, microbatch: Microbatch) -> Signature:
+    """What a trace depends on: geometry and constants of the arguments, modes, and which parameters are trained."""
+    args = microbatch.args[:1] + microbatch.args[2:]  # the number of the batch decides nothing by itself
+    template, tensors = flatten((args, {k: v for k, v in microbatch.kwargs.items() if k != "batch_idx"}))
+    shapes = tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
+    trained = tuple([p.requires_grad for p in root.parameters()])
+    modes = tuple([m.training for m in root.modules()])
+    return (constant_key(template), shapes, hash(trained), hash(modes), torch.is_grad_enabled())
+
+
+class Planner:
+    """Finds units and placement once, and a plan for each signature.
+
+    Args:
+        root: The user's module.
+        sinks: Methods that only take values out of the step.
+        silenced: Modules whose attributes a trace need not restore.
+        unit_patterns: Names or patterns of units that the user wants.
+        split_points: Units that stages begin with.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        sinks: Sequence[tuple[Any, str]] = (),
+        silenced: Sequence[nn.Module] = (),
+        unit_patterns: Sequence[str] | None = None,
+        split_points: Sequence[str] | None = None,
+    ) -> None:
+        self.root = root
+        self._sinks = tuple(sinks)
+        self._silenced = tuple(silenced)
+        self._split_points = split_points
+        self.units = canonical_units(root, unit_patterns)
+        self.interceptor = Interceptor(self.units, self._sinks)
+        self.placement: Placement | None = None
+        self.depth = TraceDepth.SHAPES
+        self.notes: list[str] = []
+        self._plans: dict[tuple[str, Signature], Plan] = {}
+
+    def trace(self, step: StepCall, microbatch: Microbatch) -> Trace:
+        """Trace one microbatch, with shapes only where that is enough.
+
+        Raises:
+            PartitionError: The step cannot be traced.
+        """
+        if self.depth is TraceDepth.SHAPES:
+            try:
+                return self._trace_at(TraceDepth.SHAPES, step, microbatch)
+            except Exception as error:
+                # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
+                self._note_depth(error)
+        return self._trace_at(TraceDepth.VALUES, step, microbatch)
+
+    def _note_depth(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, PlaceholderReadError) else f"{type(error).__name__}: {error}"
+        self.notes.append(f"the step is traced with real values, because shapes alone do not suffice: {reason}")
+
+    def _trace_at(self, depth: TraceDepth, step: StepCall, microbatch: Microbatch) -> Trace:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(Microbatch(microbatch.index, microbatch.size, args, microbatch.seed, kwargs))
+
+        return trace_step(
+            self.root,
+            self.interceptor,
+            call,
+            microbatch.args,
+            microbatch.kwargs,
+            depth=depth,
+            silenced=self._silenced,
+        )
+
+    def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:
+        """Fix the placement from one microbatch.
+
+        Raises:
+            PartitionError: There is no unit, or the given split points do not fit.
+        """
+        if not self.units:
+            raise PartitionError("the module has no parameters, so there is nothing to place on stages")
+        trace = self._trace_until_units_are_called(step, microbatch)
+        while len(group_units(trace)) < len(stage_to_rank):
+            finer = split_largest(self.units, {call.unit for call in trace.calls})
+            if finer is None:
+                break
+            trace = self._trace_with(finer[0], step, microbatch)
+        self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
+        return self.placement
+
+    def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
+        """Units whose parts are called one by one from outside are replaced by these parts."""
+        trace = self.trace(step, microbatch)
+        for _ in range(8):
+            called = {call.unit for call in trace.calls}
+            read = set(trace.tail_parameters).union(*(call.raw_parameters for call in trace.calls))
+            bypassed = [
+                name
+                for name in self.units
+                if name not in called and any(parameter.startswith(f"{name}.") for parameter in read)
+            ]
+            finer, changed = self.units, False
+            for name in bypassed:
+                split = split_unit(finer, name)
+                if split is not None:
+                    finer, changed = split, True
+            if not changed:
+                break
+            trace = self._trace_with(finer, step, microbatch)
+        return trace
+
+    def _trace_with(self, units: dict[str, nn.Module], step: StepCall, microbatch: Microbatch) -> Trace:
+        self.units = units
+        self.interceptor = Interceptor(units, self._sinks)
+        return self.trace(step, microbatch)
+
+    def plan(self, kind: str, step: StepCall, microbatch: Microbatch, *, fresh: bool = False) -> Plan:
+        """The plan for a microbatch.
+
+        Args:
+            kind: Name of the user's step; different steps have different plans.
+            step: Calls it.
+            microbatch: A slice of the batch.
+            fresh: Trace again even where the signature is known, after a call that the plan does not have.
+        """
+        placement = self.placement
+        if placement is None:
+            raise PartitionError("place() must come before plan()")
+        key = (kind, signature_of(self.root, microbatch))
+        plan = None if fresh else self._plans.get(key)
+        if plan is None:
+            plan = make_plan(self.root, self.units, self.trace(step, microbatch), placement)
+            self._plans[key] = plan
+        return plan
+
+
+PlanOf = Callable[[Microbatch], Plan]

@@ -1,0 +1,187 @@
+"""One stage of a pipeline: forward and backward of its units, one microbatch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d9d_lightning.errors import PlaceholderReadError, StageGradientError
+from d9d_lightning.partition.placeholder import is_placeholder
+from d9d_lightning.stage.replay import Replay, StepCall
+from d9d_lightning.stage.split_backward import WeightPass, full_backward, split_backward
+from d9d_lightning.values import Microbatch, Plan, ValueId
+
+__all__ = ["Finish", "PipelineStage"]
+
+Finish = Callable[[Microbatch, Any], Tensor | None]
+"""Called on the stage of the loss when a step has ended: what it returned, to the scalar to differentiate."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What the backward of one microbatch needs of its forward."""
+
+    inputs: dict[ValueId, Tensor]
+    made: dict[ValueId, Tensor]
+    loss: Tensor | None
+
+
+class PipelineStage:
+    """Computes one stage.
+
+    Args:
+        replays: For each microbatch of the step, how to replay it (microbatches may differ in shape, so in plan).
+        step: Calls the user's step.
+        microbatches: The slices of the batch.
+        finish: Called where the step ends on this stage.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        replays: Sequence[Replay],
+        step: StepCall,
+        microbatches: Sequence[Microbatch],
+        finish: Finish,
+    ) -> None:
+        self.index = index
+        self._replays = replays
+        self._step = step
+        self._microbatches = microbatches
+        self._finish = finish
+        self._graphs: dict[int, _Graph] = {}
+        self._weight_passes: dict[int, WeightPass] = {}
+        self._fallbacks: set[str] = set()
+
+    def plan(self, microbatch: int) -> Plan:
+        """The plan of a microbatch."""
+        return self._replays[microbatch].script.plan
+
+    def receives(self, microbatch: int) -> tuple[ValueId, ...]:
+        """Values that the forward of a microbatch needs from the previous stage."""
+        return self.plan(microbatch).boundaries[self.index].receives
+
+    def forward(self, microbatch: int, received: Mapping[ValueId, Tensor]) -> dict[ValueId, Tensor]:
+        """Run the stage for one microbatch.
+
+        Args:
+            microbatch: Its position in the batch.
+            received: The values of :meth:`receives`, without a graph.
+
+        Returns:
+            The values that the next stage receives, without a graph.
+        """
+        replay = self._replays[microbatch]
+        script = replay.script
+        sends = script.plan.boundaries[self.index].sends
+        if script.last_call < 0 and not script.is_loss_owner and replay.world is None:
+            inputs, made, loss = dict(received), {}, None
+        else:
+            inputs, handed = self._hand_over(script.plan, received)
+            result = replay.run(self._step, self._microbatches[microbatch], handed)
+            made = result.made
+            loss = self._finish_step(microbatch, result.output) if script.is_loss_owner else None
+        if torch.is_grad_enabled():
+            self._graphs[microbatch] = _Graph(inputs, made, loss)
+        return {value: (made[value] if value in made else received[value]).detach() for value in sends}
+
+    def _hand_over(
+        self, plan: Plan, received: Mapping[ValueId, Tensor]
+    ) -> tuple[dict[ValueId, Tensor], dict[ValueId, Tensor]]:
+        inputs: dict[ValueId, Tensor] = {}
+        handed: dict[ValueId, Tensor] = {}
+        grad = torch.is_grad_enabled()
+        for value, tensor in received.items():
+            leaf = tensor.detach()
+            if grad and plan.spec(value).requires_grad:
+                leaf.requires_grad_()
+            inputs[value] = leaf
+            # glue may change it in place, which a leaf forbids, and a relayed value must not see
+            handed[value] = leaf.clone() if value in plan.trace.overwritten else leaf
+        return inputs, handed
+
+    def _finish_step(self, microbatch: int, output: Any) -> Tensor | None:
+        loss = self._finish(self._microbatches[microbatch], output)
+        if loss is not None and is_placeholder(loss):
+            raise PlaceholderReadError(
+                f"the loss depends on a tensor of {loss.origin!r}, which lives on another stage and was not in the trace"  # type: ignore[attr-defined]
+            )
+        return loss
+
+    def backward_full(
+        self, microbatch: int, gradients: Mapping[ValueId, Tensor | None]
+    ) -> dict[ValueId, Tensor | None]:
+        """Gradients of everything; returns those of the received values that require one."""
+        graph = self._take_graph(microbatch)
+        roots, seeds = self._roots(graph, gradients)
+        wanted = [value for value, tensor in graph.inputs.items() if tensor.requires_grad]
+        found = full_backward(roots, seeds, [graph.inputs[value] for value in wanted])
+        return self._add_relayed(graph, dict(zip(wanted, found, strict=True)), gradients)
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[ValueId, Tensor | None]
+    ) -> dict[ValueId, Tensor | None]:
+        """Gradients of the received values; those of the weights wait for :meth:`backward_weight`."""
+        graph = self._take_graph(microbatch)
+        roots, seeds = self._roots(graph, gradients)
+        wanted = [value for value, tensor in graph.inputs.items() if tensor.requires_grad]
+        found, weight_pass = split_backward(roots, seeds, [graph.inputs[value] for value in wanted])
+        self._weight_passes[microbatch] = weight_pass
+        if weight_pass.reason is not None:
+            self._fallbacks.add(weight_pass.reason)
+        return self._add_relayed(graph, dict(zip(wanted, found, strict=True)), gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Gradients of the weights, after :meth:`backward_input`."""
+        weight_pass = self._weight_passes.pop(microbatch, None)
+        if weight_pass is None:
+            raise StageGradientError(
+                f"stage {self.index}: the weight gradients of microbatch {microbatch} were asked for "
+                "twice, or before its input gradients. Expected: I, then W, once each."
+            )
+        weight_pass.run()
+
+    def _take_graph(self, microbatch: int) -> _Graph:
+        graph = self._graphs.pop(microbatch, None)
+        if graph is None:
+            raise StageGradientError(
+                f"stage {self.index}: a backward of microbatch {microbatch} came twice, or before its forward (or the "
+                "forward ran under no_grad). Expected: F, then B or I, once each."
+            )
+        return graph
+
+    def _roots(
+        self, graph: _Graph, gradients: Mapping[ValueId, Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        roots = [graph.made[value] for value in graph.made if value in gradients]
+        seeds: list[Tensor | None] = [gradients[value] for value in graph.made if value in gradients]
+        if graph.loss is not None:
+            roots.append(graph.loss)
+            seeds.append(torch.ones_like(graph.loss))
+        return roots, seeds
+
+    def _add_relayed(
+        self,
+        graph: _Graph,
+        found: dict[ValueId, Tensor | None],
+        gradients: Mapping[ValueId, Tensor | None],
+    ) -> dict[ValueId, Tensor | None]:
+        for value, own in found.items():
+            later = gradients.get(value)
+            if later is not None:
+                found[value] = later if own is None else own + later
+        return found
+
+    @property
+    def fallback_reasons(self) -> frozenset[str]:
+        """Why some backward passes of this stage could not be split."""
+        return frozenset(self._fallbacks)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is left of the step."""
+        return not self._graphs and not self._weight_passes
