@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# Rounding differences grow over 276 steps of Adam; a wrong gradient in any step is orders of magnitude above this.
+# One device against itself, with each batch computed in four parts, differs by 2e-7 after 60 steps, 2e-5 after 120, and at
+# the end by 1.3e-2 (losses) and 6.7e-3 (parameters): rounding, which 276 steps of Adam let grow.
+EARLY_LOSS_BOUND = 1e-4
 LOSS_BOUND = 5e-2
 PARAMETER_BOUND = 5e-2
 
@@ -55,7 +57,8 @@ def test_main_job_learns_the_digits(digits_run: tuple[str, Path]) -> None:
 def test_main_job_equals_one_device(digits_run: tuple[str, Path]) -> None:
     """Over all steps the losses and weights stay within what rounding does to a run of that length."""
     output, _ = digits_run
-    assert number_after("largest difference of loss", output) < LOSS_BOUND
+    assert number_after("largest difference of loss over the first 100 steps", output) < EARLY_LOSS_BOUND
+    assert number_after("largest difference of loss over all", output) < LOSS_BOUND
     assert number_after("largest difference of a parameter", output) < PARAMETER_BOUND
     assert number_after("difference of the validation accuracy", output) <= 0.01
 
