@@ -14,6 +14,7 @@ __all__ = [
     "PipelineStateError",
     "PipelineStateMissingError",
     "PipelineTransferError",
+    "PipelineTransferNameError",
     "PlaceholderReadError",
     "RankFailedError",
     "ScheduleDeadlockError",
@@ -58,6 +59,13 @@ class PipelineStateMissingError(PipelineStateError, KeyError):
 
 class PipelineTransferError(PipelineError, RuntimeError):
     """A tensor to be sent does not match what its receiver expects."""
+
+
+class PipelineTransferNameError(PipelineTransferError, KeyError):
+    """A tensor that one side of a transfer expects is not among those of the other side."""
+
+    # KeyError would show the message in quotes.
+    __str__ = Exception.__str__
 
 
 class StageError(PipelineError, RuntimeError):
