@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# One device against itself, with each batch computed in four parts, differs by 2e-7 after 60 steps, 2e-5 after 120, and at
-# the end by 1.3e-2 (losses) and 6.7e-3 (parameters): rounding, which 276 steps of Adam let grow.
+# One device against itself, with each batch computed in four parts, differs by 2e-7 after 60 steps, by 2e-5 after 120,
+# and at the end by 1.3e-2 (losses) and 6.7e-3 (parameters): rounding, which 276 steps of Adam let grow.
 EARLY_LOSS_BOUND = 1e-4
 LOSS_BOUND = 5e-2
 PARAMETER_BOUND = 5e-2

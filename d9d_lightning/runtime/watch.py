@@ -155,6 +155,8 @@ class FailureWatch:
         if self._exchange.say_good_bye(_STORE_CALL_S):
             self._wait_until_good_bye_is_read()
         self._exchange.stop(_STORE_CALL_S)
+        # Its traceback keeps the tensors of the failed step alive.
+        self._own_error = None
         if self._local.parent is not None:
             die_with_parent()
 

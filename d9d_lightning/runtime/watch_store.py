@@ -56,7 +56,6 @@ class Beat:
         closed: The rank said good-bye: its silence means nothing any more.
         news_seen: Number of the last news that it has read.
         process: Its process.
-        received_at: Local clock when this number was first seen.
     """
 
     number: int
@@ -65,14 +64,13 @@ class Beat:
     closed: bool
     news_seen: int
     process: ProcessIdentity
-    received_at: float
 
     @classmethod
-    def parse(cls, payload: bytes, received_at: float) -> Beat:
+    def parse(cls, payload: bytes) -> Beat:
         """Read what :meth:`StoreExchange._send_beat` wrote."""
         fields: dict[str, Any] = json.loads(payload.decode())
         process = ProcessIdentity(*fields.pop("process"))
-        return cls(process=process, received_at=received_at, **fields)
+        return cls(process=process, **fields)
 
 
 class StoreExchange:
@@ -219,9 +217,5 @@ class StoreExchange:
         if not known:
             return
         payloads = self._store.multi_get([f"{self._prefix}/beat/{other}" for other in known])
-        now = time.monotonic()
-        for other, payload in zip(known, payloads, strict=True):
-            beat = Beat.parse(payload, now)
-            last = self.beats.get(other)
-            if last is None or last.number != beat.number:
-                self.beats[other] = beat
+        # A new dictionary, since other threads iterate over the old one.
+        self.beats = {other: Beat.parse(payload) for other, payload in zip(known, payloads, strict=True)}

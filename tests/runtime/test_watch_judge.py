@@ -18,7 +18,7 @@ ELSEWHERE = ProcessIdentity("another host", 1, 1)
 
 
 def make_beat(number: int, *, closed: bool = False) -> Beat:
-    return Beat(number, "1F0", 2.0, closed, 0, ELSEWHERE, 0.0)
+    return Beat(number, "1F0", 2.0, closed, 0, ELSEWHERE)
 
 
 def make_judge(beats: dict[int, Beat]) -> tuple[WatchJudge, Any, LocalState]:
