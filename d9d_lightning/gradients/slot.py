@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from d9d_lightning.errors import GradientSyncError
 from d9d_lightning.gradients.tensors import dense_stride, local_gradient, local_tensor, wrap_like
 
 __all__: list[str] = []
@@ -167,10 +166,7 @@ class GradientSlot:
         if gradient is None or self._alias is None:
             return
         if gradient.layout != torch.strided:
-            raise GradientSyncError(
-                f"{self.name} has a gradient of layout {gradient.layout}; flat buffers hold dense gradients only: "
-                "build the module with sparse=False"
-            )
+            gradient = gradient.to_dense()
         if gradient.is_cuda:
             # The allocator must not reuse it on its own stream while this one still reads.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))

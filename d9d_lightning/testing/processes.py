@@ -94,6 +94,7 @@ def distributed(
     def decorate(function: FunctionT) -> FunctionT:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True  # pytest then shows the ranks' tracebacks, not this file
             run_distributed(function, ranks, args, kwargs, timeout=timeout, init_group=init_group, fresh=fresh)
 
         run.runs_distributed = True  # type: ignore[attr-defined]
@@ -132,6 +133,7 @@ def run_distributed(
         WorkerError: If a rank raised, hung or died; the first one on top, every rank shown.
         ValueError: If the function cannot be imported by name.
     """
+    __tracebackhide__ = True
     outcomes = collect_outcomes(
         function,
         ranks,

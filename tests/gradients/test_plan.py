@@ -73,7 +73,7 @@ def test_nonsense_counts_are_refused(count: object) -> None:
 
 
 def test_groups_may_come_from_an_optimizer() -> None:
-    """Optimizer group dictionaries, pairs and bare parameters are read; a bare tensor in place of a group is refused."""
+    """Optimizer group dictionaries, pairs and bare parameters are read, a bare tensor is refused."""
     weight = nn.Parameter(torch.ones(2, 3))
     assert read_group({"params": [weight], "lr": 1}, 4) == [("parameter 0 of group 4 (2, 3)", weight)]
     assert read_group({"params": [weight], "param_names": ["w"]}, 0) == [("w", weight)]
