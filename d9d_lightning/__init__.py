@@ -32,4 +32,14 @@ def __getattr__(name: str) -> Any:
     # Loading torch and lightning takes seconds; tools that only look at schedules must not pay for it.
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'd9d_lightning' has no attribute {name!r}; public names: {', '.join(sorted(__all__))}")
+    public = ", ".join(sorted(__all__))
+    raise AttributeError(f"module 'd9d_lightning' has no attribute {name!r}; public names: {public}")
+
+
+def _register_names() -> None:
+    from d9d_lightning.strategy.registry import install
+
+    install()
+
+
+_register_names()

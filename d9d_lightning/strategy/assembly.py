@@ -1,0 +1,138 @@
+"""Builds the parts of one run and connects them, in ``D9DStrategy.setup``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from d9d_lightning.strategy.clip import GradientClipper
+from d9d_lightning.strategy.compat import is_param_in_hook_signature
+from d9d_lightning.strategy.data import STEP_OF, peek_batch
+from d9d_lightning.strategy.engine import BatchPosition, find_sinks, split_batch
+from d9d_lightning.strategy.messages import Messenger
+from d9d_lightning.strategy.options import StrategyOptions
+from d9d_lightning.strategy.placement import PlacedModule, find_placed, read_ownership, remember_placed
+from d9d_lightning.strategy.precision import step_context
+from d9d_lightning.strategy.programs import Programs
+from d9d_lightning.strategy.runtime_bridge import make_engine
+from d9d_lightning.strategy.world import World
+from d9d_lightning.values import Microbatch
+
+__all__ = ["make_clipper", "make_messenger", "place_module", "shared_groups"]
+
+
+def make_messenger(world: World, programs: Programs, device: torch.device) -> Messenger:
+    """Messenger of this pipeline; its source is the process that owns the loss, the first one."""
+    source = world.process_of(programs.loss_owner, programs.loss_owner)
+    group = world.groups.pipeline_control if world.groups is not None and world.axes.pipeline > 1 else None
+    return Messenger(group, source, world.position.pipeline == 0, device)
+
+
+def agreed_seed(messenger: Messenger) -> int:
+    """Seed of the random-number rule: the one the user set, as the loss owner has it."""
+    return int(messenger.share(lambda: torch.initial_seed() % 2**63))
+
+
+def place_module(
+    trainer: Trainer,
+    module: LightningModule,
+    options: StrategyOptions,
+    world: World,
+    programs: Programs,
+    messenger: Messenger,
+) -> PlacedModule:
+    """Decide which rank every unit lives on, once in the life of a module; collective the first time."""
+    known = find_placed(module, programs.size, programs.stage_to_rank)
+    if known is not None:
+        return known
+    rank = world.pipeline_rank(programs.loss_owner)
+    engine = make_engine(
+        module,
+        world=world,
+        programs=programs,
+        rank=rank,
+        options=options,
+        sinks=find_sinks(module),
+        seed=agreed_seed(messenger),
+    )
+    names = tuple(module.state_dict())
+    step, microbatches = _sample(trainer, module, options, programs)
+    engine.place(step, microbatches)
+    placed = PlacedModule(engine, read_ownership(engine, rank), names, programs.size, programs.stage_to_rank)
+    remember_placed(module, placed)
+    return placed
+
+
+def _sample(
+    trainer: Trainer, module: LightningModule, options: StrategyOptions, programs: Programs
+) -> tuple[Any, Sequence[Microbatch]]:
+    """The user's step, and the microbatches of one batch to trace it with; none where no batch can be had."""
+    name = STEP_OF[trainer.state.fn]  # type: ignore[index]
+    user_step = getattr(module, name)
+    batch = options.example_batch if options.example_batch is not None else peek_batch(trainer, module)
+
+    def step(microbatch: Microbatch) -> Any:
+        before = module._current_fx_name
+        module._current_fx_name = name
+        try:
+            with step_context(trainer.precision_plugin, name):
+                return user_step(*microbatch.args, **microbatch.kwargs)
+        finally:
+            module._current_fx_name = before
+
+    if batch is None:
+        return step, ()
+    args = _step_arguments(trainer, module, name, batch)
+    count = options.num_microbatches
+    return step, split_batch(
+        args,
+        lambda size: programs.choose_num_microbatches(size) if isinstance(count, str) else count,
+        spec=options.batch_spec,
+        position=BatchPosition(0, 0, 0, 0),
+    )
+
+
+def _step_arguments(trainer: Trainer, module: LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
+    args: list[Any] = [batch]
+    step = getattr(module, name)
+    if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+        args.append(0)
+    loaders = {"validation_step": trainer.val_dataloaders, "test_step": trainer.test_dataloaders}.get(name)
+    many = isinstance(loaders, (list, tuple, dict)) and len(loaders) > 1
+    if many and is_param_in_hook_signature(step, "dataloader_idx", min_args=3):
+        args.append(0)
+    return tuple(args)
+
+
+def shared_groups(
+    world: World, programs: Programs, owners: Mapping[str, tuple[int, ...]]
+) -> list[tuple[ProcessGroup, tuple[str, ...]]]:
+    """A group for every set of pipeline ranks that shares parameters; collective over the world."""
+    if world.groups is None:
+        return []
+    by_set: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in sorted(owners.items()):
+        if len(ranks) > 1:
+            by_set.setdefault(tuple(sorted(ranks)), []).append(name)
+    mine = world.pipeline_rank(programs.loss_owner)
+    found = []
+    for ranks, names in sorted(by_set.items()):
+        members = sorted(world.process_of(rank, programs.loss_owner) for rank in ranks)
+        if mine in ranks:
+            group = dist.new_group(members, use_local_synchronization=True)
+            found.append((group, tuple(names)))
+    return found
+
+
+def make_clipper(world: World, owned: Mapping[str, Tensor], saves: Any, device: torch.device) -> GradientClipper:
+    """Clipper over this pipeline; a shared parameter counts on the rank that saves it."""
+    counted = {id(parameter) for name, parameter in owned.items() if saves(name)}
+    others = {id(parameter) for parameter in owned.values()}
+    group = world.groups.pipeline_control if world.groups is not None and world.axes.pipeline > 1 else None
+    return GradientClipper(group, lambda p: id(p) in counted or id(p) not in others, device)

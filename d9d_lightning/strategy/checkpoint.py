@@ -1,0 +1,153 @@
+"""One plain Lightning checkpoint from the parts of all ranks, and the part of a rank from any plain checkpoint.
+
+Hooks and callbacks see local parts under the module's own names. When the file is written, rank 0 of the pipeline takes
+the parts of the other ranks one after the other. Reading needs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.strategy.optimizers import OptimizerLayout, to_global_state, to_local_state
+from d9d_lightning.strategy.stream import receive_tree, send_tree
+from d9d_lightning.strategy.whole import Ownership
+
+__all__ = ["gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "optimizer_state"]
+
+NAMED_PARTS = ("state_dict", "current_model_state")
+"""Entries of a checkpoint that map the module's names to tensors; the second one is written by weight averaging."""
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, the first name of the same tensor; tied weights have several."""
+    first: dict[int, str] = {}
+    names = {}
+    for found in (module.named_parameters, module.named_buffers):
+        for name, tensor in found(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def local_state_dict(module: LightningModule, ownership: Ownership, is_loss_owner: bool) -> dict[str, Any]:
+    """The entries of ``module.state_dict()`` that this rank saves.
+
+    What is neither a parameter nor a buffer (extra state, keys of an overridden ``state_dict``) is the loss owner's.
+    """
+    names = canonical_names(module)
+    return {
+        key: value
+        for key, value in module.state_dict().items()
+        if (ownership.saves(names[key]) if key in names else is_loss_owner)
+    }
+
+
+def optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, owned: Mapping[str, Tensor]) -> dict[str, Any]:
+    """State of this rank's optimizer under the ids of the whole module."""
+    return to_global_state(optimizer.state_dict(), layout, owned)
+
+
+def gather_checkpoint(
+    checkpoint: MutableMapping[str, Any],
+    *,
+    order: Sequence[str],
+    process: int,
+    processes: Sequence[int],
+    group: ProcessGroup,
+    spool: Path | None,
+) -> None:
+    """Merge the parts of all ranks of a pipeline into the checkpoint of its first process; collective.
+
+    Args:
+        checkpoint: What Lightning collected on this rank. Changed on the first process only.
+        order: Names of the whole module in their usual order.
+        process: This process within the pipeline.
+        processes: Global ranks of the pipeline.
+        group: A gloo group of them.
+        spool: Directory for large tensors on their way.
+    """
+    parts = (*NAMED_PARTS, "optimizer_states")
+    if process:
+        send_tree({key: checkpoint[key] for key in parts if key in checkpoint}, processes[0], group)
+        return
+    for source in processes[1:]:
+        _merge(checkpoint, receive_tree(source, group, spool))
+    for key in NAMED_PARTS:
+        if key in checkpoint:
+            checkpoint[key] = _in_order(checkpoint[key], order)
+    for state in checkpoint.get("optimizer_states", ()):
+        state["state"] = dict(sorted(state["state"].items()))
+
+
+def _merge(whole: MutableMapping[str, Any], part: Mapping[str, Any]) -> None:
+    for key in NAMED_PARTS:
+        for name, value in part.get(key, {}).items():
+            whole[key].setdefault(name, value)
+    for state, other in zip(whole.get("optimizer_states", ()), part.get("optimizer_states", ()), strict=True):
+        for identifier, value in other["state"].items():
+            state["state"].setdefault(identifier, value)
+
+
+def _in_order(tensors: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    known = {name: tensors[name] for name in order if name in tensors}
+    return {**known, **{name: value for name, value in tensors.items() if name not in known}}
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], ownership: Ownership | None, strict: bool) -> None:
+    """Load a whole state dict into a module of which this rank may hold a part.
+
+    Args:
+        module: The module.
+        state: A state dict under the names of the whole module.
+        ownership: What this rank holds; None while the module is whole.
+        strict: Whether names must match, judged on the whole module.
+
+    Raises:
+        RuntimeError: Names or shapes do not match.
+    """
+    if ownership is None:
+        module.load_state_dict(state, strict=strict)
+        return
+    names = canonical_names(module)
+    if strict:
+        _require_same_names(module, set(module.state_dict()), set(state))
+    part = {key: value for key, value in state.items() if key not in names or names[key] in ownership.held}
+    module.load_state_dict(part, strict=False)
+
+
+def _require_same_names(module: nn.Module, own: set[str], given: set[str]) -> None:
+    missing, unexpected = sorted(own - given), sorted(given - own)
+    if missing or unexpected:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys "
+            f"{unexpected}. Expected the names of the module. Set `self.strict_loading = False` to allow differences."
+        )
+
+
+def load_optimizer(
+    optimizer: Optimizer, state: Mapping[str, Any], layout: OptimizerLayout, owned: Mapping[str, Tensor]
+) -> None:
+    """Load this rank's part of a whole optimizer state.
+
+    Raises:
+        PipelineConfigurationError: The checkpoint has other parameter groups than the optimizer.
+    """
+    expected = [len(group) for group in layout.groups]
+    given = [len(group["params"]) for group in state["param_groups"]]
+    if expected != given:
+        raise PipelineConfigurationError(
+            f"the checkpoint's optimizer has parameter groups of {given} parameters, but configure_optimizers made "
+            f"groups of {expected}. Resume with the groups that the checkpoint was written with."
+        )
+    local = to_local_state(state, layout, owned)
+    # mapped tensors would keep reading from the file as long as the optimizer lives
+    local["state"] = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, local["state"])
+    optimizer.load_state_dict(local)

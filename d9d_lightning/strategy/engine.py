@@ -1,0 +1,102 @@
+"""The one place where the strategy meets the runtime: what it asks of a pipeline, and how it makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from d9d_lightning.runtime.batch import find_batch_size
+from d9d_lightning.runtime.batch import split_batch as cut_batch
+from d9d_lightning.schedule import Program
+from d9d_lightning.strategy.metrics import module_metrics
+from d9d_lightning.values import Microbatch
+
+__all__ = ["BatchPosition", "Engine", "Sink", "find_sinks", "split_batch"]
+
+Sink = tuple[object, str]
+
+
+class Engine(Protocol):
+    """What the strategy asks of ``d9d_lightning.runtime.pipeline.Pipeline``."""
+
+    is_loss_owner: bool
+    loss_owner: int
+    owned_parameters: Mapping[str, nn.Parameter]
+    parameter_owners: Mapping[str, tuple[int, ...]]
+    buffer_owners: Mapping[str, int]
+
+    def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Any:
+        """Decide which stage every unit lives on."""
+
+    def release(self) -> None:
+        """Replace what other ranks own by placeholders."""
+
+    def run(
+        self,
+        step: Callable[[Microbatch], Any],
+        microbatches: Sequence[Microbatch],
+        program: Program,
+        *,
+        finish: Callable[[Microbatch, Any], Tensor | None],
+        observer: Any = None,
+        training: bool,
+    ) -> Any:
+        """Run one batch."""
+
+
+def find_sinks(module: nn.Module) -> tuple[Sink, ...]:
+    """Methods that the user's step hands values to, and that only the loss owner may really call."""
+    sinks: list[Sink] = [(module, "log"), (module, "log_dict")]
+    for metric in module_metrics(module).values():
+        sinks += [(metric, "forward"), (metric, "update")]
+    return tuple(sinks)
+
+
+@dataclass(frozen=True)
+class BatchPosition:
+    """Where a batch stands, for the random-number rule; equal on every rank of a pipeline.
+
+    Attributes:
+        replica: Data-parallel rank.
+        loop: 0 training, 1 validation, 2 test, 3 predict.
+        dataloader: Index of the dataloader.
+        batch: Batches that this loop has seen before.
+    """
+
+    replica: int
+    loop: int
+    dataloader: int
+    batch: int
+
+    @property
+    def seed(self) -> tuple[int, ...]:
+        """The numbers that a microbatch carries."""
+        return (self.replica, self.loop, self.dataloader, self.batch)
+
+
+def split_batch(
+    args: tuple[Any, ...],
+    num_microbatches: Callable[[int], int],
+    *,
+    spec: Any = None,
+    position: BatchPosition | None = None,
+) -> list[Microbatch]:
+    """Microbatches of the step's arguments, of which the first is the batch.
+
+    Args:
+        args: Positional arguments of the step.
+        num_microbatches: From the number of samples of a batch to its number of microbatches.
+        spec: ``D9DStrategy(batch_spec=...)``.
+        position: Where the batch stands.
+    """
+    size, _ = find_batch_size(args[0], spec)
+    split = cut_batch(args[0], num_microbatches(size or 1), spec)
+    seed = position.seed if position is not None else ()
+    pieces = zip(split.microbatches, split.sizes, strict=True)
+    return [
+        Microbatch(index=index, size=size, args=(piece, *args[1:]), seed=(*seed, index))
+        for index, (piece, size) in enumerate(pieces)
+    ]

@@ -1,0 +1,62 @@
+"""Checkpoint files: written so that a kill at any moment leaves the old one, read without holding them in memory."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+__all__ = ["read_checkpoint", "write_checkpoint"]
+
+
+def _is_plain_local(io: CheckpointIO, path: str | Path) -> bool:
+    return type(io).__name__ == TorchCheckpointIO.__name__ and "://" not in os.fspath(path)
+
+
+def write_checkpoint(
+    io: CheckpointIO, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+) -> None:
+    """Write one file; another ``CheckpointIO`` than Lightning's own, and remote paths, are left to it.
+
+    A temporary file beside the target is filled, flushed to the disk and renamed, which is atomic. It is streamed, so
+    that it never exists in memory as a whole.
+    """
+    if not _is_plain_local(io, path) or storage_options is not None:
+        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"the checkpoint path exists and is a directory: {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with open(temporary, "wb") as handle:
+            torch.save(checkpoint, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_checkpoint(io: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read one file; tensors of local files are mapped, so that a rank touches only what it takes.
+
+    Args:
+        io: The trainer's ``CheckpointIO``.
+        path: The file.
+        weights_only: As ``torch.load`` takes it; None leaves the choice to it.
+    """
+    if _is_plain_local(io, path) and Path(path).is_file():
+        try:
+            return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        except RuntimeError as error:
+            # files of the format before zip cannot be mapped
+            if "mmap" not in str(error):
+                raise
+    return dict(io.load_checkpoint(path, weights_only=weights_only))

@@ -1,0 +1,103 @@
+"""Hooks of the user's module run on every rank, but what they log is what the loss owner logged.
+
+A hook may log values that only the loss owner has right (what a step left behind, a norm of its own gradients). So
+each overridden hook that is allowed to log is wrapped on the instance: logs are captured, the owner's are sent to the
+others and replayed. Hooks named in ``owner_only_hooks`` run on the loss owner alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.strategy.compat import is_overridden
+from d9d_lightning.strategy.logbook import LogBook
+from d9d_lightning.strategy.messages import Messenger
+
+__all__ = ["LOGGING_HOOKS", "HookWrappers"]
+
+LOGGING_HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_test_epoch_end",
+)
+"""Hooks of a module in which Lightning allows ``self.log``."""
+
+
+class HookWrappers:
+    """Wraps hooks when a run starts and takes the wrappers away when it ends.
+
+    Args:
+        module: The user's module.
+        owner_only: Names of hooks that run on the loss owner alone.
+
+    Raises:
+        PipelineConfigurationError: ``owner_only`` names something that the module does not have.
+    """
+
+    def __init__(self, module: LightningModule, owner_only: Iterable[str]) -> None:
+        self._module = module
+        self._owner_only = tuple(owner_only)
+        self._wrapped: list[str] = []
+        for name in self._owner_only:
+            if not callable(getattr(module, name, None)):
+                raise PipelineConfigurationError(
+                    f"owner_only_hooks names {name!r}, but {type(module).__name__} has no such method. "
+                    f"Hooks that can be named: {', '.join(LOGGING_HOOKS)}."
+                )
+
+    def install(self, trainer: Trainer, messenger: Messenger) -> None:
+        """Wrap every overridden hook that may log, and those named as owner-only."""
+        if messenger.group is None:
+            return
+        for name in dict.fromkeys((*LOGGING_HOOKS, *self._owner_only)):
+            if name in vars(self._module) or not is_overridden(name, self._module):
+                continue
+            hook = self._wrap(getattr(self._module, name), trainer, messenger, name in self._owner_only)
+            object.__setattr__(self._module, name, hook)
+            self._wrapped.append(name)
+
+    def remove(self) -> None:
+        """Give the module its own hooks back."""
+        for name in self._wrapped:
+            vars(self._module).pop(name, None)
+        self._wrapped.clear()
+
+    def _wrap(
+        self, hook: Callable[..., Any], trainer: Trainer, messenger: Messenger, owner_only: bool
+    ) -> Callable[..., Any]:
+        module = self._module
+
+        @wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            skip = owner_only and not messenger.is_source
+            book = trainer._results
+            if not isinstance(book, LogBook) or trainer.barebones:
+                return None if skip else hook(*args, **kwargs)
+            with book.capture(trainer, owner=messenger.is_source) as records:
+                result = None if skip else hook(*args, **kwargs)
+            logged, owned = messenger.share(lambda: (records, result if owner_only else None))
+            book.replay(trainer, module, logged)
+            return owned if owner_only else result
+
+        return run

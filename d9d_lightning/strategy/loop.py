@@ -1,0 +1,53 @@
+"""The inner optimization loop: zero gradients first, then the whole schedule, then the optimizer.
+
+Lightning zeroes gradients between ``training_step`` and ``backward``. A pipeline interleaves the two, so this closure
+zeroes first. Nothing above this object changes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from d9d_lightning.strategy.compat import AutomaticOptimization, Closure, ClosureResult, trainer_call
+
+__all__ = ["PipelineOptimization", "install_loop"]
+
+
+class PipelineClosure(Closure):
+    """Runs forward and backward of all microbatches inside the step function."""
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Zero gradients, then run the schedule."""
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+        return self._step_fn()
+
+
+class PipelineOptimization(AutomaticOptimization):
+    """Lightning's automatic optimization with the closure above."""
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        zero_grad: Callable[[], None] | None = self._make_zero_grad_fn(batch_idx, optimizer)
+        return PipelineClosure(self._make_step_fn(kwargs), None, zero_grad)
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        output = trainer_call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+
+
+def install_loop(trainer: Trainer) -> None:
+    """Replace the inner loop of a trainer, once, keeping its progress: ``global_step`` is derived from that."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    old = epoch_loop.automatic_optimization
+    if isinstance(old, PipelineOptimization):
+        return
+    new = PipelineOptimization(trainer)
+    new.optim_progress = old.optim_progress
+    epoch_loop.automatic_optimization = new

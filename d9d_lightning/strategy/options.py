@@ -1,0 +1,142 @@
+"""Arguments of the strategy, checked one by one before anything is started.
+
+Every message says which value was given, what is allowed, and what to type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from d9d_lightning.errors import PipelineConfigurationError
+
+__all__ = ["StrategyOptions", "check_options"]
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+GRADIENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """The arguments of ``D9DStrategy``, after they were checked."""
+
+    schedule: Any
+    pipeline_parallel_size: int | str
+    data_parallel_size: int
+    tensor_parallel_size: int
+    num_microbatches: int | str
+    batch_spec: Any
+    example_batch: Any
+    units: tuple[str, ...] | None
+    split_points: tuple[str, ...] | None
+    owner_only_hooks: tuple[str, ...]
+    bucket_size_mb: float
+    gradient_dtype: torch.dtype | None
+    save_distributed_checkpoint: bool
+    broadcast_batches: bool
+    process_group_backend: str | None
+    timeout: timedelta
+    start_method: str
+
+
+def _refuse(name: str, value: object, allowed: str, example: str) -> PipelineConfigurationError:
+    return PipelineConfigurationError(
+        f"D9DStrategy({name}={value!r}) is not understood: {name} must be {allowed}. "
+        f"Type D9DStrategy({name}={example})."
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_count(name: str, value: object, *, auto: bool, example: str) -> None:
+    if _is_count(value) or (auto and value == "auto"):
+        return
+    raise _refuse(name, value, 'a whole number of at least 1 or "auto"' if auto else "a whole number >= 1", example)
+
+
+def _check_names(name: str, value: Sequence[str] | None, example: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        raise _refuse(name, value, "a list of names", example)
+    return tuple(value)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False", "True")
+
+
+def _check_schedule(schedule: object) -> None:
+    if callable(getattr(schedule, "compose", None)):
+        return
+    if not isinstance(schedule, str):
+        raise _refuse("schedule", schedule, "the name of a schedule or a PipelineProgramBuilder", '"zbv"')
+    from d9d_lightning.strategy.programs import schedule_names
+
+    names = schedule_names()
+    if schedule not in names:
+        raise PipelineConfigurationError(
+            f"D9DStrategy(schedule={schedule!r}): no schedule has this name. Schedules: {', '.join(names)}. "
+            'Type D9DStrategy(schedule="zbv"), or pass a PipelineProgramBuilder of your own.'
+        )
+
+
+def _check_dtype(value: object) -> torch.dtype | None:
+    if value is None or value in GRADIENT_DTYPES.values():
+        return value  # type: ignore[return-value]
+    if isinstance(value, str) and value in GRADIENT_DTYPES:
+        return GRADIENT_DTYPES[value]
+    raise _refuse("gradient_dtype", value, f"None, a torch dtype, or one of {sorted(GRADIENT_DTYPES)}", '"float32"')
+
+
+def _check_timeout(value: object) -> timedelta:
+    if isinstance(value, timedelta) and value.total_seconds() > 0:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return timedelta(seconds=float(value))
+    raise _refuse("timeout", value, "a positive timedelta or number of seconds", "1800")
+
+
+def _check_start_method(value: object) -> str:
+    if value not in START_METHODS:
+        raise _refuse("start_method", value, f"one of {', '.join(START_METHODS)}", '"popen"')
+    return str(value)
+
+
+def check_options(given: dict[str, Any]) -> StrategyOptions:
+    """Arguments of ``D9DStrategy`` as one frozen object.
+
+    Raises:
+        PipelineConfigurationError: A value is not allowed; the message says what is.
+    """
+    _check_schedule(given["schedule"])
+    _check_count("pipeline_parallel_size", given["pipeline_parallel_size"], auto=True, example='"auto"')
+    _check_count("data_parallel_size", given["data_parallel_size"], auto=False, example="1")
+    if given["tensor_parallel_size"] != 1 or isinstance(given["tensor_parallel_size"], bool):
+        raise _refuse("tensor_parallel_size", given["tensor_parallel_size"], "1 (the axis is reserved)", "1")
+    _check_count("num_microbatches", given["num_microbatches"], auto=True, example='"auto"')
+    for flag in ("save_distributed_checkpoint", "broadcast_batches"):
+        _check_flag(flag, given[flag])
+    size = given["bucket_size_mb"]
+    if not isinstance(size, (int, float)) or isinstance(size, bool) or size <= 0:
+        raise _refuse("bucket_size_mb", size, "a positive number of megabytes", "25")
+    backend = given["process_group_backend"]
+    if backend is not None and not isinstance(backend, str):
+        raise _refuse("process_group_backend", backend, 'None or the name of a backend, such as "gloo"', "None")
+    checked = dict(
+        given,
+        units=_check_names("units", given["units"], '["net.blocks.*"]'),
+        split_points=_check_names("split_points", given["split_points"], '["net.blocks.6"]'),
+        owner_only_hooks=_check_names("owner_only_hooks", given["owner_only_hooks"], '["on_train_epoch_end"]') or (),
+        gradient_dtype=_check_dtype(given["gradient_dtype"]),
+        timeout=_check_timeout(given["timeout"]),
+        start_method=_check_start_method(given["start_method"]),
+    )
+    return StrategyOptions(**checked)

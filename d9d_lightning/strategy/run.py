@@ -1,0 +1,205 @@
+"""One run of a trainer: the parts that ``D9DStrategy`` made for it, and how they hang on the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from d9d_lightning.errors import PipelineError
+from d9d_lightning.strategy import checkpoint as checkpoints
+from d9d_lightning.strategy.assembly import make_clipper, make_messenger, place_module, shared_groups
+from d9d_lightning.strategy.clip import bind_clipping
+from d9d_lightning.strategy.epochs import EpochEnds
+from d9d_lightning.strategy.evaluation import EvaluationSteps
+from d9d_lightning.strategy.hooks import HookWrappers
+from d9d_lightning.strategy.logbook import install_logbooks
+from d9d_lightning.strategy.loop import install_loop
+from d9d_lightning.strategy.metrics import bind_metrics
+from d9d_lightning.strategy.optimizers import OptimizerLayout, prune_optimizer, read_layout
+from d9d_lightning.strategy.options import StrategyOptions
+from d9d_lightning.strategy.placement import PlacedModule, find_placed
+from d9d_lightning.strategy.precision import prepare_scaler
+from d9d_lightning.strategy.programs import Programs
+from d9d_lightning.strategy.reduction import GradientReduction
+from d9d_lightning.strategy.refusals import refuse_module, refuse_optimizers
+from d9d_lightning.strategy.session import Session
+from d9d_lightning.strategy.training import TrainingSteps
+from d9d_lightning.strategy.whole import whole_module
+from d9d_lightning.strategy.world import World
+
+__all__ = ["Run"]
+
+
+class Run:
+    """See the module. Made in ``setup``; its connections end with ``teardown``.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+        options: Checked arguments of the strategy.
+        world: The processes.
+        device: Device of this process.
+        reduce: How ``sync_dist`` reduces.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: StrategyOptions,
+        world: World,
+        device: torch.device,
+        reduce: Callable[..., Any],
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._options = options
+        self._world = world
+        self._device = device
+        self._reduce = reduce
+        self._programs = Programs(options.schedule, world.axes.pipeline)
+        self._messenger = make_messenger(world, self._programs, device)
+        self._hooks = HookWrappers(module, options.owner_only_hooks)
+        self._epochs = EpochEnds(trainer, module, self._messenger, eager=world.axes.data > 1)
+        self._layouts: dict[int, OptimizerLayout] = {}
+        self._placed: PlacedModule | None = None
+        self._training: TrainingSteps | None = None
+        self._evaluation: EvaluationSteps | None = None
+        refuse_module(module, trainer, world.axes.pipeline)
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether an earlier run has placed the module."""
+        return self.find_placed() is not None
+
+    def find_placed(self) -> PlacedModule | None:
+        """The module's placement, where there is one."""
+        return find_placed(self._module, self._programs.size, self._programs.stage_to_rank)
+
+    @property
+    def placed(self) -> PlacedModule:
+        """The module's placement."""
+        if self._placed is None:
+            raise PipelineError("the module has no place yet; strategy.setup gives it one")
+        return self._placed
+
+    @property
+    def training(self) -> TrainingSteps:
+        """Runs training batches."""
+        if self._training is None:
+            raise PipelineError("training steps exist between setup and teardown of Trainer.fit only")
+        return self._training
+
+    @property
+    def owned(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters."""
+        return self.placed.engine.owned_parameters
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def place(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give this rank its part of the module and of the optimizers; collective the first time."""
+        refuse_optimizers(self._module, optimizers)
+        for optimizer in optimizers:
+            self._layouts[id(optimizer)] = read_layout(optimizer, self._module)
+        self._placed = place_module(
+            self._trainer, self._module, self._options, self._world, self._programs, self._messenger
+        )
+        for optimizer in optimizers:
+            prune_optimizer(optimizer, self._layouts[id(optimizer)], self.owned)
+        self._placed.engine.release()
+
+    def connect(self, precision: Precision) -> None:
+        """Hang loops, logs, metrics and hooks on the trainer."""
+        groups = self._world.groups
+        replicas = groups.data_gradients if groups is not None and self._world.axes.data > 1 else None
+        session = Session(
+            self._trainer,
+            self._module,
+            precision,
+            self._options,
+            self.placed.engine,
+            self._programs,
+            self._messenger,
+            self._world.position.data,
+            self._world.axes.data,
+        )
+        shared = shared_groups(self._world, self._programs, self.placed.engine.parameter_owners)
+        self._training = TrainingSteps(session, GradientReduction(self.owned, shared, replicas))
+        self._evaluation = EvaluationSteps(session)
+        world_group = torch.distributed.group.WORLD if groups is not None else None
+        prepare_scaler(precision, self._device, world_group)
+        bind_clipping(precision, make_clipper(self._world, self.owned, self.placed.ownership.saves, self._device))
+        bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
+        install_loop(self._trainer)
+        install_logbooks(self._trainer, self._reduce)
+        self._hooks.install(self._trainer, self._messenger)
+        self._epochs.install()
+        for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
+            # tensors made in inference mode cannot be used by a later fit
+            loop.inference_mode = False
+
+    def disconnect(self) -> None:
+        """Give the trainer and the module their own hooks back."""
+        self._hooks.remove()
+        self._epochs.remove()
+
+    # ---- steps and checkpoints -------------------------------------------------------------------------------------
+
+    def evaluate(self, step_name: str, args: tuple[Any, ...]) -> Any:
+        """Run one evaluation batch."""
+        if self._evaluation is None:
+            raise PipelineError("evaluation steps exist between setup and teardown only")
+        dataloader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+        return self._evaluation.run(step_name, args, dataloader)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state dict."""
+        return checkpoints.local_state_dict(self._module, self.placed.ownership, self._messenger.is_source)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of the optimizer state, under global ids."""
+        return checkpoints.optimizer_state(optimizer, self._layouts[id(optimizer)], self.owned)
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a whole optimizer state."""
+        checkpoints.load_optimizer(optimizer, state, self._layouts[id(optimizer)], self.owned)
+
+    def gather(self, checkpoint: MutableMapping[str, Any], path: Any) -> None:
+        """Bring the parts of this pipeline to its first process; collective."""
+        groups = self._world.groups
+        if groups is None or self._world.axes.pipeline == 1 or self._world.position.data:
+            return
+        directory = Path(path).parent
+        checkpoints.gather_checkpoint(
+            checkpoint,
+            order=self.placed.names,
+            process=self._world.position.pipeline,
+            processes=groups.processes,
+            group=groups.pipeline_control,
+            spool=directory if directory.is_dir() else None,
+        )
+
+    @contextmanager
+    def whole(self) -> Iterator[LightningModule]:
+        """The whole module; collective."""
+        groups = self._world.groups
+        owner = self._programs.loss_owner
+        with whole_module(
+            self._module,
+            self.placed.ownership,
+            process_of=lambda rank: self._world.process_of(rank, owner),
+            group=groups.pipeline_lockstep if groups is not None and self._world.axes.pipeline > 1 else None,
+            device=self._device,
+        ):
+            yield self._module
