@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 _START_SECONDS = 180.0
 _RESET_SECONDS = 20.0
-_ALWAYS_LOADED = ("torch", "torch.distributed", "torch.distributed.tensor", "d9d_lightning.testing.worker")
+_ALWAYS_LOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "d9d_lightning.testing.worker")
 # Seconds each to import; loaded once in the server when the parent has them, instead of once in every worker.
 _LOADED_LIKE_PARENT = ("lightning.pytorch", "torchmetrics", "transformers")
 
@@ -92,8 +92,7 @@ def return_workers(workers: list[Worker]) -> None:
         worker.connection.send_bytes(b"reset")
     for worker in workers:
         try:
-            if worker.connection.poll(_RESET_SECONDS):
-                worker.connection.recv_bytes()
+            if worker.connection.poll(_RESET_SECONDS) and worker.connection.recv_bytes() == b"idle":
                 _idle.append(worker)
                 continue
         except (EOFError, ConnectionError):

@@ -68,6 +68,8 @@ def serve(connection: Connection) -> None:
     Args:
         connection: This worker's end of the pipe.
     """
+    # What the server loaded stays for good; collections between jobs then look at the jobs' own objects only.
+    gc.freeze()
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -81,10 +83,10 @@ def serve(connection: Connection) -> None:
                 connection.send_bytes(pickle.dumps(report))
                 # A rank that is done keeps its groups until all are: closing early breaks a peer's last receive.
                 connection.recv_bytes()
-                reset_process()
+                answer = b"idle" if reset_process() else b"worn"
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.unregister(signal.SIGUSR1)
-            connection.send_bytes(b"idle")
+            connection.send_bytes(answer)
         except (EOFError, BrokenPipeError):
             return
 
@@ -184,12 +186,19 @@ def redirect_output(path: str) -> None:
     faulthandler.enable(file=2)
 
 
-def reset_process() -> None:
-    """Leave nothing of one job to the next."""
+def reset_process() -> bool:
+    """Leave nothing of one job to the next.
+
+    Returns:
+        Whether the process is as good as new.
+    """
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
+    # torch caches what DTensor operations return, meshes and their dead groups included, and meshes compare by ranks.
+    return not any(isinstance(thing, DeviceMesh) for thing in gc.get_objects())

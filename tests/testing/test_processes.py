@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from d9d_lightning.errors import WorkerError
 from d9d_lightning.testing import collect_outcomes, distributed, run_distributed
@@ -70,6 +72,14 @@ def state() -> tuple[torch.dtype, bool, float]:
 
 def skip_here() -> None:
     pytest.skip("not today")
+
+
+def make_mesh() -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+    (weight.to_local() * 2).sum().backward()
+    assert weight.device_mesh.get_group(0).size() == 2
+    return os.getpid()
 
 
 @distributed(ranks=2)
@@ -148,6 +158,11 @@ def test_nothing_is_left_to_the_next_call() -> None:
     run_distributed(leave_state_behind, 1)
     assert run_distributed(state, 1) == before
     assert before[0][:2] == (torch.float32, True)
+
+
+def test_meshes_of_one_call_do_not_haunt_the_next() -> None:
+    """A call that leaves cached device meshes behind gives up its workers, so that the next one has live groups."""
+    assert not set(run_distributed(make_mesh, 2)) & set(run_distributed(make_mesh, 2))
 
 
 def test_skip_in_a_worker_skips_the_test() -> None:
