@@ -63,19 +63,66 @@ class Effects:
             raise UnplannedCallError(f"it returned {difference}")
         return tensors
 
-    def apply(self, module: nn.Module, args: Any, get: Callable[[int], torch.Tensor]) -> Any:
-        """Repeat the effects without running the call; ``get`` supplies each visible tensor."""
+    def apply(
+        self, module: nn.Module, args: Any, get: Callable[[int], torch.Tensor], undo: list[Callable[[], None]]
+    ) -> Any:
+        """Repeat the effects without running the call.
+
+        Args:
+            module: The unit.
+            args: ``(args, kwargs)`` of the call.
+            get: Supplies each visible tensor.
+            undo: Receives what takes back the writes into the unit itself: another stage of this process may own it.
+
+        Returns:
+            What the call returns.
+        """
         result, attributes, entries, records, written = unflatten(self.template, get)
         for (path, name), value in zip(self.attributes, attributes, strict=True):
-            setattr(module.get_submodule(path), name, value)
+            holder = module.get_submodule(path)
+            undo.append(_attribute_restorer(holder, name))
+            setattr(holder, name, value)
         if self.entries:
             reachable = containers_of(args, module)
+            undo.extend(_content_restorer(container) for container in reachable[len(containers_of(args, _EMPTY)) :])
             for (number, key), value in zip(self.entries, entries, strict=True):
                 _put(reachable, number, key, value)
         _overwrite(self.written, written, module, args)
         for path, record in zip(self.hooks, records, strict=True):
             _fire_hooks(module.get_submodule(path), record)
         return result
+
+
+_EMPTY = nn.Identity()
+
+
+def _attribute_restorer(holder: nn.Module, name: str) -> Callable[[], None]:
+    place = holder._buffers if name in holder._buffers else holder.__dict__
+    old = place.get(name, _MISSING)
+
+    def restore() -> None:
+        if old is _MISSING:
+            place.pop(name, None)
+        else:
+            place[name] = old
+
+    return restore
+
+
+def _content_restorer(container: Any) -> Callable[[], None]:
+    if isinstance(container, list):
+        kept = list(container)
+        return lambda: container.__setitem__(slice(None), kept)
+    saved = dict(container)
+
+    def restore() -> None:
+        for key in [key for key in container if key not in saved]:
+            del container[key]
+        for key, value in saved.items():
+            if container.get(key, _MISSING) is not value:
+                container[key] = value
+
+    return restore
 
 
 def _entry(reachable: Sequence[Any], number: int, key: Any) -> Any:
@@ -194,7 +241,7 @@ class Observation:
         self._version = version
         self._attributes = self._read_attributes()
         self._containers = containers_of(args, module)
-        self._argument_containers = len(containers_of(args, nn.Identity()))
+        self._argument_containers = len(containers_of(args, _EMPTY))
         self._contents = [dict(c) if isinstance(c, dict) else list(c) for c in self._containers]
         self._arguments = flatten(args)[1]
         self._buffers = dict(module.named_buffers())

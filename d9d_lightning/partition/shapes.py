@@ -82,10 +82,12 @@ class Rule:
     Attributes:
         outputs: Nested structure of OutputRule and constants.
         written: Positions, among the tensor arguments, of those changed in place.
+        reshapes: Whether it changes the geometry of its argument in place (``squeeze_``).
     """
 
     outputs: Any
     written: tuple[int, ...]
+    reshapes: bool = False
 
     def build(self, make: Callable[[OutputRule], Any]) -> Any:
         """The outputs, with ``make`` called for each tensor."""
@@ -211,7 +213,7 @@ def _infer_by_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with _MODE:
         out = func(*fake_args, **fake_kwargs)
     if any(Geometry.of(tensor) != old for tensor, old in zip(inputs, before, strict=True)):
-        raise NotImplementedError(f"{func} changes the shape of its argument in place")
+        return Rule(None, (), True)
     return _make_rule(func, args, kwargs, inputs, out)
 
 

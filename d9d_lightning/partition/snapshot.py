@@ -7,14 +7,14 @@ they were before, and in the same objects.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ModuleSnapshot", "RandomState", "generators_of", "is_plain_object", "numpy_random"]
+__all__ = ["ModuleSnapshot", "RandomState", "fill_container", "generators_of", "is_plain_object", "numpy_random"]
 
 _SKIPPED = frozenset({"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities")
@@ -65,7 +65,7 @@ class RandomState:
 
 def is_plain_object(value: Any) -> bool:
     """An object of the user's own making, whose fields count as state."""
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, type):
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, _NESTED):
         return False
     return type(value).__module__.split(".")[0] not in _FOREIGN
 
@@ -138,16 +138,23 @@ class ModuleSnapshot:
         for child in list(children):
             self._remember(child, depth + 1)
 
+    def _collect(self, value: Any, found: set[int]) -> None:
+        """Containers reachable from a value, as :meth:`_remember` enters them."""
+        target = vars(value) if is_plain_object(value) else value
+        if not isinstance(target, _NESTED) or id(target) in found:
+            return
+        found.add(id(target))
+        for child in list(target.values() if isinstance(target, dict) else target):
+            self._collect(child, found)
+
     def changed(self, units: dict[str, nn.Module]) -> Iterator[str]:
         """Qualified names of attributes, buffers and generators outside the units that differ from the snapshot."""
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         for (path, module), before in zip(self._modules, self._attributes, strict=True):
-            if id(module) in inside:
-                continue
             prefix = f"{path}." if path else ""
             now = _attributes(module)
             for name in sorted(set(before) | set(now)):
-                if name.startswith("__"):
+                if name.startswith("__") or (id(module) in inside and name not in _HOOKS):
                     continue
                 old, new = before.get(name, _MISSING), now.get(name, _MISSING)
                 if self._is_untouched_copy(prefix + name, new):
@@ -156,7 +163,7 @@ class ModuleSnapshot:
                     yield prefix + name
                 elif self._content_changed(new, set()):
                     yield prefix + name
-            for name, buffer in module._buffers.items():
+            for name, buffer in module._buffers.items() if id(module) not in inside else ():
                 if buffer is not None and not self._is_untouched_copy(prefix + name, buffer):
                     yield prefix + name
         for name, (generator, state) in self._generators.items():
@@ -180,20 +187,20 @@ class ModuleSnapshot:
         children = target.values() if isinstance(target, dict) else target
         return any(self._content_changed(child, seen) for child in children if isinstance(child, _NESTED))
 
-    def restore(self) -> None:
-        """Put everything back, in the objects it was in."""
-        for (_, module), before in zip(self._modules, self._attributes, strict=True):
-            for name in [n for n in _attributes(module) if n not in before]:
+    def restore(self, keep: Collection[str] = ()) -> None:
+        """Put everything back, in the objects it was in, except the names to keep."""
+        kept_containers: set[int] = set()
+        for (path, module), before in zip(self._modules, self._attributes, strict=True):
+            prefix = f"{path}." if path else ""
+            kept = {name for name in _attributes(module) if prefix + name in keep}
+            for name in kept:
+                self._collect(vars(module)[name], kept_containers)
+            for name in [n for n in _attributes(module) if n not in before and n not in kept]:
                 del module.__dict__[name]
-            module.__dict__.update(before)
+            module.__dict__.update({name: value for name, value in before.items() if name not in kept})
         for value, saved in self._containers.values():
-            if not _differs(value, saved):
-                continue
-            if isinstance(value, list):
-                value[:] = saved
-                continue
-            value.clear()
-            value.extend(saved) if isinstance(value, deque) else value.update(saved)
+            if id(value) not in kept_containers and _differs(value, saved):
+                fill_container(value, saved)
         for generator, state in self._generators.values():
             generator.set_state(state)
         for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
@@ -202,7 +209,28 @@ class ModuleSnapshot:
         self._random.restore()
 
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called")))
 _NESTED = (dict, list, deque, set, tuple)
+
+
+def fill_container(container: Any, content: Any) -> None:
+    """Replace the content of a list, deque, set or dict, past any checks of its own class."""
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), list(content))
+    elif isinstance(container, deque):
+        content = list(content)
+        container.clear()
+        container.extend(content)
+    elif isinstance(container, set):
+        content = set(content)
+        container.clear()
+        container.update(content)
+    else:
+        plain = OrderedDict if isinstance(container, OrderedDict) else dict
+        entries = list(content.items())
+        plain.clear(container)
+        for key, value in entries:
+            plain.__setitem__(container, key, value)
 
 
 class _Missing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,12 +132,23 @@ def _emptied(item: Any) -> Any:
     if made is item:
         return item
     if isinstance(made, dict):
-        dict.clear(made)
+        _plain_dict(made).clear(made)
     if hasattr(made, "__dict__"):
         for name, field in list(vars(made).items()):
             if isinstance(field, torch.Tensor):
                 made.__dict__[name] = None
     return made
+
+
+def _plain_dict(value: dict[Any, Any]) -> Any:
+    """The class whose methods fill a dict without what its own class adds (checks, mirrors, a frozen state)."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def _fill(made: dict[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> None:
+    put = _plain_dict(made).__setitem__
+    for key, value in zip(keys, values, strict=True):
+        put(made, key, value)
 
 
 def unflatten(template: Any, tensors: Sequence[torch.Tensor] | Callable[[int], torch.Tensor]) -> Any:
@@ -159,14 +171,14 @@ def _put_together(node: Node, children: list[Any]) -> Any:
         if node.prototype is dict:
             return dict(zip(node.keys, children, strict=True))
         made = copy.copy(node.prototype)
-        dict.update(made, zip(node.keys, children, strict=True))
+        _fill(made, node.keys, children)
         _mirror_attributes(made)
         return made
     made = copy.copy(node.prototype)
     if node.kind == "dict_object":
         keys, names = node.keys
-        dict.update(made, zip(keys, children[: len(keys)], strict=True))
-        made.__dict__.update(zip(keys, children[: len(keys)], strict=True))
+        _fill(made, keys, children[: len(keys)])
+        made.__dict__.update((key, child) for key, child in zip(keys, children, strict=False) if key in made.__dict__)
         made.__dict__.update(zip(names, children[len(keys) :], strict=True))
         return made
     for name, child in zip(node.keys, children, strict=True):

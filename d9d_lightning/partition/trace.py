@@ -64,6 +64,7 @@ def trace_step(
     depth: TraceDepth,
     exchange: Exchange | None = None,
     silenced: Sequence[nn.Module] = (),
+    keep_plain_state: bool = False,
 ) -> Trace:
     """Run the step once and record it. Afterwards everything is as it was before.
 
@@ -76,6 +77,7 @@ def trace_step(
         depth: How much is really computed.
         exchange: Runs units on their owners, for depth VALUES of a module that is spread over processes.
         silenced: Modules whose attributes need no restoring.
+        keep_plain_state: Leave state that holds no tensor as the run left it.
 
     Raises:
         PlaceholderReadError: At depth SHAPES, the step reads the value of an activation.
@@ -83,6 +85,7 @@ def trace_step(
     """
     tracer = _Tracer(root, interceptor, depth, exchange)
     snapshot = ModuleSnapshot(root, silenced)
+    keep: list[str] = []
     try:
         with cured_afterwards(), _traced_parameters(root, tracer, depth):
             inputs = copy_containers((args, dict(kwargs)), _fresh_copy())
@@ -95,9 +98,12 @@ def trace_step(
                 interceptor.policy(tracer),
             ):
                 tracer.run(lambda: step(*inputs[0], **inputs[1]))
-            return tracer.finish(snapshot)
+            trace = tracer.finish(snapshot)
+            if keep_plain_state:
+                keep = [name for name in trace.changed_state if not tensors_in(_attribute(root, name))]
+            return trace
     finally:
-        snapshot.restore()
+        snapshot.restore(keep)
 
 
 def _fresh_copy() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -210,7 +216,7 @@ class _Tracer:
         self._mark_values(number, observed, (args, kwargs), own)
         if not result:
             with _disable_current_modes():
-                result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__))
+                result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__, []))
         self._calls.append(self._record(unit, needs, observed))
         return result[0]
 

@@ -12,6 +12,7 @@ from d9d_lightning.errors import PartitionError, PlaceholderReadError
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placement import group_units, place_units
 from d9d_lightning.partition.plan import make_plan
+from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import constant_key, flatten
 from d9d_lightning.partition.trace import TraceDepth, trace_step
 from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
@@ -69,19 +70,36 @@ class Planner:
         Raises:
             PartitionError: The step cannot be traced.
         """
+        before = ModuleSnapshot(self.root, self._silenced)
+        lasting: set[str] = set()
+        try:
+            trace = self._trace_once(step, microbatch, keep_plain_state=True)
+            if trace.changed_state:
+                # What changes the first time only (a cache filled, hooks installed, an option inferred) is
+                # initialisation: it happens on every rank now, so that no private copy of it has to be kept.
+                again = self._trace_once(step, microbatch)
+                lasting = set(trace.changed_state) - set(again.changed_state)
+                trace = again
+            return trace
+        finally:
+            before.restore(lasting)
+
+    def _trace_once(self, step: StepCall, microbatch: Microbatch, keep_plain_state: bool = False) -> Trace:
         if self.depth is TraceDepth.SHAPES:
             try:
-                return self._trace_at(TraceDepth.SHAPES, step, microbatch)
+                return self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
             except Exception as error:
                 # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
                 self._note_depth(error)
-        return self._trace_at(TraceDepth.VALUES, step, microbatch)
+        return self._trace_at(TraceDepth.VALUES, step, microbatch, keep_plain_state)
 
     def _note_depth(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, PlaceholderReadError) else f"{type(error).__name__}: {error}"
         self.notes.append(f"the step is traced with real values, because shapes alone do not suffice: {reason}")
 
-    def _trace_at(self, depth: TraceDepth, step: StepCall, microbatch: Microbatch) -> Trace:
+    def _trace_at(
+        self, depth: TraceDepth, step: StepCall, microbatch: Microbatch, keep_plain_state: bool
+    ) -> Trace:
         def call(*args: Any, **kwargs: Any) -> Any:
             return step(Microbatch(microbatch.index, microbatch.size, args, microbatch.seed, kwargs))
 
@@ -93,6 +111,7 @@ class Planner:
             microbatch.kwargs,
             depth=depth,
             silenced=self._silenced,
+            keep_plain_state=keep_plain_state,
         )
 
     def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:

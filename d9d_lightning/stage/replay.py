@@ -151,6 +151,7 @@ class _ReplayPolicy:
         self._index = 0
         self._past_own_work = script.last_call < 0 and not script.is_loss_owner
         self.was_cut = False
+        self.undo: list[Callable[[], None]] = []
         self.result = ReplayResult()
 
     def run(self, step: StepCall, microbatch: Microbatch) -> None:
@@ -171,6 +172,8 @@ class _ReplayPolicy:
             self.was_cut = True
         finally:
             self._leave_placeholder_mode()
+            for restore in reversed(self.undo):
+                restore()
         if self._index <= script.last_call:
             raise UnplannedCallError(
                 f"the step ended after {self._index} unit calls; the plan has {describe_call(self._entries[self._index])} next"
@@ -274,7 +277,7 @@ class _ReplayPolicy:
 
         if entry.bare:
             return get(0)
-        return entry.effects.apply(module, (args, kwargs), get)
+        return entry.effects.apply(module, (args, kwargs), get, self.undo)
 
 
 _SCALAR = Geometry((), (), 0, torch.float32, torch.device("cpu"))

@@ -78,10 +78,10 @@ class PipelineStage:
         replay = self._replays[microbatch]
         script = replay.script
         sends = script.plan.boundaries[self.index].sends
-        if script.last_call < 0 and not script.is_loss_owner and replay.world is None:
-            inputs, made, loss = dict(received), {}, None
-        else:
-            inputs, handed = self._hand_over(script.plan, received)
+        inputs, handed = self._hand_over(script.plan, received)
+        made: dict[ValueId, Tensor] = {}
+        loss = None
+        if script.last_call >= 0 or script.is_loss_owner or replay.world is not None:
             result = replay.run(self._step, self._microbatches[microbatch], handed)
             made = result.made
             loss = self._finish_step(microbatch, result.output) if script.is_loss_owner else None

@@ -17,14 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from d9d_lightning.errors import StageGradientError
 from d9d_lightning.stage.graph import Fork, ForkKind
+from d9d_lightning.stage.scratch import Scratch
 from d9d_lightning.stage.weight_rules import WEIGHT_RULES, WeightRule
 
 __all__ = ["Arrival", "ForkPlan", "WeightPass"]
 
 Gradients = Sequence[Tensor | None]
 
-# Weight gradients of this many bytes may wait before they are accumulated: few engine calls, no second copy of all.
-_FLUSH_BYTES = 8 * 2**20
+# Weight gradients of this many bytes may wait before they are accumulated: few engine calls, little memory.
+_FLUSH_BYTES = 2 * 2**20
 
 
 class ForkPlan:
@@ -57,12 +58,12 @@ class ForkPlan:
             handle = node.register_hook(record)
         return handle  # type: ignore[no-any-return]
 
-    def gradients(self, given: Gradients, computed: Gradients) -> Gradients:
+    def gradients(self, given: Gradients, computed: Gradients, scratch: Scratch) -> Gradients:
         """One gradient for each slot."""
         if self.rule is not None:
             if given[0] is None:
                 return [None] * len(self.slots)
-            return self.rule.gradients(self.saved, self.slots, given[0])
+            return self.rule.gradients(self.saved, self.slots, given[0], scratch)
         if self.node is None or all(gradient is not None for gradient in computed):
             return computed
         result = self.node(*given)
@@ -137,48 +138,55 @@ class WeightPass:
         arrivals, roots, group_sizes = self._arrivals, self._roots, self._group_sizes
         self._arrivals, self._roots, self._group_sizes = [], (), ()
         with torch.no_grad():
-            _accumulate(arrivals, roots, group_sizes)
+            _Descent(roots, group_sizes).take_all(arrivals)
 
 
-def _accumulate(
-    arrivals: list[Arrival], roots: Sequence[tuple[int, GradientEdge, Tensor]], group_sizes: Sequence[int]
-) -> None:
-    missing = list(group_sizes)
-    parts: list[list[tuple[GradientEdge, Tensor]]] = [[] for _ in group_sizes]
-    ready: list[tuple[GradientEdge, Tensor]] = []
-    num_bytes = 0
-    for group, edge, root_gradient in roots:
-        parts[group].append((edge, root_gradient))
-        missing[group] -= 1
-    for group, count in enumerate(missing):
-        if count == 0:
-            ready += parts[group]
-    # forks come in the order in which autograd reached them, so the last layers finish first, as in a plain backward
-    arrivals.reverse()
-    while arrivals:
-        arrival = arrivals.pop()
-        group = arrival.plan.group
-        gradients = arrival.plan.gradients(arrival.given, arrival.computed)
-        for edge, gradient in zip(arrival.plan.edges, gradients, strict=True):
+class _Descent:
+    """One run of a weight pass: gradients wait here until their group is complete, then go down to the weights."""
+
+    def __init__(self, roots: Sequence[tuple[int, GradientEdge, Tensor]], group_sizes: Sequence[int]) -> None:
+        self._missing = list(group_sizes)
+        self._parts: list[list[tuple[GradientEdge, Tensor]]] = [[] for _ in group_sizes]
+        self._ready: list[tuple[GradientEdge, Tensor]] = []
+        self._num_bytes = 0
+        self._scratch = Scratch()
+        for group, edge, gradient in roots:
+            self._parts[group].append((edge, gradient))
+            self._complete(group)
+
+    def take_all(self, arrivals: list[Arrival]) -> None:
+        """Empty ``arrivals``, first come first served: the last layers finish first, as in a plain backward."""
+        arrivals.reverse()
+        while arrivals:
+            self._take(arrivals.pop())
+            if self._num_bytes >= _FLUSH_BYTES:
+                self._flush()
+        self._flush()
+
+    def _take(self, arrival: Arrival) -> None:
+        plan = arrival.plan
+        gradients = plan.gradients(arrival.given, arrival.computed, self._scratch)
+        for edge, gradient in zip(plan.edges, gradients, strict=True):
             if gradient is not None:
-                parts[group].append((edge, _disown(_fit(gradient, edge), arrival.given)))
-                num_bytes += gradient.nbytes
-        missing[group] -= 1
-        if missing[group] == 0:
-            ready += parts[group]
-            parts[group] = []
-        if num_bytes >= _FLUSH_BYTES and ready:
-            _descend(ready)
-            ready, num_bytes = [], 0
-    _descend(ready)
+                self._parts[plan.group].append((edge, _disown(_fit(gradient, edge), arrival.given)))
+                self._num_bytes += gradient.nbytes
+        self._complete(plan.group)
 
+    def _complete(self, group: int) -> None:
+        self._missing[group] -= 1
+        if self._missing[group] == 0:
+            self._ready += self._parts[group]
+            self._parts[group] = []
 
-def _descend(parts: list[tuple[GradientEdge, Tensor]]) -> None:
-    """Run the weight side below these edges. The public ``backward`` costs more per edge than a small layer does."""
-    if parts:
-        edges, gradients = zip(*parts, strict=True)
-        parts.clear()
-        _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    def _flush(self) -> None:
+        """Run the weight side. The public ``backward`` costs more per edge than a small layer does."""
+        self._num_bytes = 0
+        if self._ready:
+            edges, gradients = zip(*self._ready, strict=True)
+            self._ready = []
+            _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            del gradients
+            self._scratch.recycle()
 
 
 def _fit(gradient: Tensor, edge: GradientEdge) -> Tensor:

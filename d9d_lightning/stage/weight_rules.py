@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from d9d_lightning.stage.scratch import Scratch
+
 __all__ = ["WEIGHT_RULES", "WeightRule"]
 
 Saved = tuple[Any, ...]
@@ -32,12 +34,12 @@ class WeightRule:
     Attributes:
         read: ``(node, slots)`` to the saved values that the gradients of ``slots`` need. A slot is the position of an
             argument among the differentiable ones, as in ``node.next_functions``.
-        gradients: ``(saved, slots, gradient of the first output)`` to one gradient for each slot, not yet reduced to
-            the argument's shape where the operation broadcasts.
+        gradients: ``(saved, slots, gradient of the first output, memory to use)`` to one gradient for each slot, not
+            yet reduced to the argument's shape where the operation broadcasts.
     """
 
     read: Callable[[Any, Slots], Saved]
-    gradients: Callable[[Saved, Slots, Tensor], Sequence[Tensor]]
+    gradients: Callable[[Saved, Slots, Tensor, Scratch], Sequence[Tensor]]
 
 
 def _own(tensor: Tensor | None) -> Tensor | None:
@@ -55,18 +57,22 @@ def _is_column_major(other: Tensor, sizes: Sequence[int], strides: Sequence[int]
     return other.layout is torch.strided and len(strides) == 2 and strides[0] == 1 and strides[1] == sizes[0]
 
 
-def _left_gradient(gradient: Tensor, right: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _left_gradient(
+    scratch: Scratch, gradient: Tensor, right: Tensor, sizes: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     """Gradient of ``a`` in ``a @ right``, in the memory order of ``a``."""
     if _is_column_major(right, sizes, strides):
-        return right.conj().mm(gradient.t()).t()
-    return gradient.mm(right.t().conj())
+        return scratch.multiply(right.conj(), gradient.t()).t()
+    return scratch.multiply(gradient, right.t().conj())
 
 
-def _right_gradient(gradient: Tensor, left: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _right_gradient(
+    scratch: Scratch, gradient: Tensor, left: Tensor, sizes: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     """Gradient of ``b`` in ``left @ b``, in the memory order of ``b``."""
     if _is_column_major(left, sizes, strides):
-        return gradient.t().mm(left.conj()).t()
-    return left.t().conj().mm(gradient)
+        return scratch.multiply(gradient.t(), left.conj()).t()
+    return scratch.multiply(left.t().conj(), gradient)
 
 
 def _read_mm(node: Any, slots: Slots) -> Saved:
@@ -75,9 +81,15 @@ def _read_mm(node: Any, slots: Slots) -> Saved:
     return left, right
 
 
-def _gradients_of_mm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_mm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     left, right = saved
-    return [_right_gradient(gradient, *right) if slot else _left_gradient(gradient, *left) for slot in slots]
+    results = []
+    for slot in slots:
+        if slot == 0:
+            results.append(_left_gradient(scratch, gradient, *left))
+        else:
+            results.append(_right_gradient(scratch, gradient, *right))
+    return results
 
 
 def _read_addmm(node: Any, slots: Slots) -> Saved:
@@ -86,16 +98,16 @@ def _read_addmm(node: Any, slots: Slots) -> Saved:
     return node._saved_beta, node._saved_alpha, left, right
 
 
-def _gradients_of_addmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_addmm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     beta, alpha, left, right = saved
     results = []
     for slot in slots:
         if slot == 0:
             results.append(_scale(gradient, beta))
         elif slot == 1:
-            results.append(_scale(_left_gradient(gradient, *left), alpha))
+            results.append(_scale(_left_gradient(scratch, gradient, *left), alpha))
         else:
-            results.append(_scale(_right_gradient(gradient, *right), alpha))
+            results.append(_scale(_right_gradient(scratch, gradient, *right), alpha))
     return results
 
 
@@ -111,7 +123,7 @@ def _read_bmm(node: Any, slots: Slots) -> Saved:
     return (_own(node._saved_mat2) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
 
 
-def _gradients_of_bmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_bmm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     right, left = saved
     return [_right_batched(gradient, left) if slot else _left_batched(gradient, right) for slot in slots]
 
@@ -122,7 +134,7 @@ def _read_baddbmm(node: Any, slots: Slots) -> Saved:
     return node._saved_beta, node._saved_alpha, right, left
 
 
-def _gradients_of_baddbmm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_baddbmm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     beta, alpha, right, left = saved
     results = []
     for slot in slots:
@@ -139,7 +151,7 @@ def _read_mul(node: Any, slots: Slots) -> Saved:
     return (_own(node._saved_other) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
 
 
-def _gradients_of_mul(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_mul(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     return [gradient * saved[slot].conj() for slot in slots]
 
 
@@ -147,11 +159,11 @@ def _read_alpha(node: Any, slots: Slots) -> Saved:
     return (node._saved_alpha,)
 
 
-def _gradients_of_add(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_add(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     return [_scale(gradient, saved[0]) if slot else gradient for slot in slots]
 
 
-def _gradients_of_sub(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_sub(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     return [-_scale(gradient, saved[0]) if slot else gradient for slot in slots]
 
 
@@ -169,7 +181,7 @@ def _read_convolution(node: Any, slots: Slots) -> Saved:
     return (*tensors, *geometry, node._saved_output_padding, node._saved_groups)
 
 
-def _gradients_of_convolution(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_convolution(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     return _masked(slots, torch.ops.aten.convolution_backward.default(gradient, *saved, _mask(slots)))
 
 
@@ -178,7 +190,7 @@ def _read_layer_norm(node: Any, slots: Slots) -> Saved:
     return (*tensors, _own(node._saved_weight), _own(node._saved_bias), node._saved_normalized_shape)
 
 
-def _gradients_of_layer_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_layer_norm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     values, mean, inverse_deviation, weight, bias, shape = saved
     backward = torch.ops.aten.native_layer_norm_backward.default
     return _masked(slots, backward(gradient, values, shape, mean, inverse_deviation, weight, bias, _mask(slots)))
@@ -189,7 +201,7 @@ def _read_group_norm(node: Any, slots: Slots) -> Saved:
     return (*tensors, node._saved_N, node._saved_C, node._saved_HxW, node._saved_group)
 
 
-def _gradients_of_group_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_group_norm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     # autograd hands its kernel a contiguous gradient and input as well
     values, *rest = saved
     backward = torch.ops.aten.native_group_norm_backward.default
@@ -203,7 +215,7 @@ def _read_batch_norm(node: Any, slots: Slots) -> Saved:
     return (*tensors, *running, *batch, node._saved_training, node._saved_eps)
 
 
-def _gradients_of_batch_norm(saved: Saved, slots: Slots, gradient: Tensor) -> Sequence[Tensor]:
+def _gradients_of_batch_norm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
     return _masked(slots, torch.ops.aten.native_batch_norm_backward.default(gradient, *saved, _mask(slots)))
 
 

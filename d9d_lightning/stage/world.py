@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.partition.placeholder import is_placeholder
-from d9d_lightning.partition.snapshot import is_plain_object
+from d9d_lightning.partition.snapshot import fill_container, is_plain_object
 from d9d_lightning.partition.structure import tensors_in
 
 __all__ = ["PrivateWorld", "Unknown", "adopt_state", "export_state"]
@@ -65,10 +65,12 @@ class _ContentSlot(_Slot):
         self.container = container
 
     def get(self) -> Any:
-        return list(self.container) if isinstance(self.container, deque) else type(self.container)(self.container)
+        if isinstance(self.container, dict):
+            return dict(self.container)
+        return set(self.container) if isinstance(self.container, set) else list(self.container)
 
     def set(self, value: Any) -> None:
-        _fill(self.container, value)
+        fill_container(self.container, value)
 
 
 class _ObjectSlot(_ContentSlot):
@@ -88,20 +90,6 @@ class _GeneratorSlot(_Slot):
 
 
 _ABSENT = object()
-
-
-def _fill(container: Any, content: Any) -> None:
-    if isinstance(container, list):
-        container[:] = content
-        return
-    if isinstance(container, deque):
-        content = list(content)
-        container.clear()
-        container.extend(content)
-        return
-    content = type(content)(content)
-    container.clear()
-    container.update(content)
 
 
 def _slots_of(root: nn.Module, name: str) -> list[_Slot]:
@@ -231,8 +219,8 @@ def adopt_state(root: nn.Module, exported: dict[str, bytes]) -> None:
             with torch.no_grad():
                 old.copy_(value)
         elif isinstance(old, dict | list | set | deque) and type(old) is type(value):
-            _fill(old, value)
+            fill_container(old, value)
         elif is_plain_object(old) and type(old) is type(value):
-            _fill(vars(old), vars(value))
+            fill_container(vars(old), vars(value))
         else:
             slot.set(value)
