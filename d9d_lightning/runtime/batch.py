@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.runtime.batch_reader import Form
 from d9d_lightning.runtime.batch_reading import Finding, find_reading
 from d9d_lightning.runtime.batch_spec import Cut, How, resolve_specs
 from d9d_lightning.runtime.batch_tree import Kind, Node, build_tree, walk
@@ -19,7 +20,7 @@ from d9d_lightning.runtime.containers import copy_containers
 from d9d_lightning.runtime.outputs import merge_outputs
 from d9d_lightning.runtime.sharding import shard_bounds
 
-__all__ = ["BatchSplit", "find_batch_size", "merge_outputs", "split_batch"]
+__all__ = ["BatchSplit", "BatchSplitter", "find_batch_size", "merge_outputs", "split_batch"]
 
 _REMEDY = (
     "Say how the fields are cut, for example D9DStrategy(batch_spec={'x': SpecShard(0), 'mask': SpecReplicate()}), or "
@@ -44,6 +45,66 @@ class BatchSplit:
     reason: str | None = None
 
 
+class BatchSplitter:
+    """Cuts the batches of one data loader, and reads all of them alike.
+
+    Sizes can happen to be equal in one batch: a last batch of three images, of three channels each, looks like a list
+    of three fields. What an earlier batch left no doubt about decides such a case.
+
+    Args:
+        batch_spec: Tree of ``SpecShard`` and ``SpecReplicate`` for fields that shall not be read from the batch.
+    """
+
+    def __init__(self, batch_spec: Any = None) -> None:
+        self._batch_spec = batch_spec
+        self._form: Form = {}
+
+    def split(self, batch: Any, num_microbatches: int) -> BatchSplit:
+        """Cuts a batch; see :func:`split_batch`."""
+        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise PipelineConfigurationError(
+                f"num_microbatches is {num_microbatches!r}; expected a positive integer, or 'auto' on the strategy"
+            )
+        root, finding = self._look_at(batch)
+        if finding.conflict is not None and num_microbatches > 1:
+            raise PipelineConfigurationError(
+                f"The batch ({_describe(root)}) cannot be cut into {num_microbatches} microbatches: "
+                f"{finding.conflict}. {_REMEDY}"
+            )
+        reading = finding.reading
+        if reading is None:
+            reason = (finding.reason or finding.conflict) if num_microbatches > 1 else None
+            return BatchSplit(None, (copy_containers(batch),), (1,), reason)
+        if reading.size == 0:
+            return BatchSplit(0, (copy_containers(batch),), (0,), "the batch has no samples")
+        count = min(num_microbatches, reading.size)
+        bounds = shard_bounds(reading.size, count)
+        microbatches = tuple(_take(root, reading.cut, start, stop) for start, stop in bounds)
+        reason = f"the batch has {reading.size} samples" if count < num_microbatches else None
+        return BatchSplit(reading.size, microbatches, tuple(stop - start for start, stop in bounds), reason)
+
+    def find_size(self, batch: Any) -> tuple[int | None, str | None]:
+        """The number of samples of a batch, or why it is not known; see :func:`find_batch_size`."""
+        finding = self._look_at(batch)[1]
+        if finding.reading is not None:
+            return finding.reading.size, None
+        return None, finding.reason or finding.conflict
+
+    def _look_at(self, batch: Any) -> tuple[Node, Finding]:
+        root = build_tree(batch)
+        specs = resolve_specs(root, self._batch_spec)
+        if not specs and not any(node.kind in (Kind.ARRAY, Kind.SCALAR, Kind.SEALED) for node in walk(root)):
+            raise PipelineConfigurationError(
+                f"The batch ({_describe(root)}) holds no tensor; expected at least one. Make tensors in the "
+                f"collate_fn, or give D9DStrategy(batch_spec=...), for example SpecShard() for a list that is cut "
+                f"along its length."
+            )
+        finding = find_reading(root, specs, self._form)
+        if finding.reading is not None:
+            self._form = {**finding.reading.form, **self._form}
+        return root, finding
+
+
 def split_batch(batch: Any, num_microbatches: int, batch_spec: Any = None) -> BatchSplit:
     """Cuts a batch into microbatches, by the rule of ``torch.tensor_split``: sizes differ by one at most.
 
@@ -59,27 +120,7 @@ def split_batch(batch: Any, num_microbatches: int, batch_spec: Any = None) -> Ba
         PipelineConfigurationError: There is no tensor in the batch, the batch size can be read in two ways, the
             specification does not fit, or ``num_microbatches`` is not a positive integer.
     """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise PipelineConfigurationError(
-            f"num_microbatches is {num_microbatches!r}; expected a positive integer, or 'auto' on the strategy"
-        )
-    root, finding = _look_at(batch, batch_spec)
-    reading = finding.reading
-    if finding.conflict is not None and num_microbatches > 1:
-        raise PipelineConfigurationError(
-            f"The batch ({_describe(root)}) cannot be cut into {num_microbatches} microbatches: {finding.conflict}. "
-            f"{_REMEDY}"
-        )
-    if reading is None:
-        reason = (finding.reason or finding.conflict) if num_microbatches > 1 else None
-        return BatchSplit(None, (copy_containers(batch),), (1,), reason)
-    if reading.size == 0:
-        return BatchSplit(0, (copy_containers(batch),), (0,), "the batch has no samples")
-    count = min(num_microbatches, reading.size)
-    bounds = shard_bounds(reading.size, count)
-    microbatches = tuple(_take(root, reading.cut, start, stop) for start, stop in bounds)
-    reason = f"the batch has {reading.size} samples" if count < num_microbatches else None
-    return BatchSplit(reading.size, microbatches, tuple(stop - start for start, stop in bounds), reason)
+    return BatchSplitter(batch_spec).split(batch, num_microbatches)
 
 
 def find_batch_size(batch: Any, batch_spec: Any = None) -> tuple[int | None, str | None]:
@@ -95,21 +136,7 @@ def find_batch_size(batch: Any, batch_spec: Any = None) -> tuple[int | None, str
     Raises:
         PipelineConfigurationError: There is no tensor in the batch, or the specification does not fit.
     """
-    finding = _look_at(batch, batch_spec)[1]
-    if finding.reading is not None:
-        return finding.reading.size, None
-    return None, finding.reason or finding.conflict
-
-
-def _look_at(batch: Any, batch_spec: Any) -> tuple[Node, Finding]:
-    root = build_tree(batch)
-    specs = resolve_specs(root, batch_spec)
-    if not specs and not any(node.kind in (Kind.ARRAY, Kind.SCALAR, Kind.SEALED) for node in walk(root)):
-        raise PipelineConfigurationError(
-            f"The batch ({_describe(root)}) holds no tensor; expected at least one. Make tensors in the collate_fn, or "
-            f"give D9DStrategy(batch_spec=...), for example SpecShard() for a list that is cut along its length."
-        )
-    return root, find_reading(root, specs)
+    return BatchSplitter(batch_spec).find_size(batch)
 
 
 def _describe(root: Node) -> str:

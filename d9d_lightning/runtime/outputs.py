@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.runtime.batch_tree import Kind, are_alike, build_tree
 from d9d_lightning.runtime.containers import OpenContainer, is_sequence, open_container
 
 __all__ = ["merge_outputs"]
@@ -76,8 +77,7 @@ def _merge_tensors(outputs: list[torch.Tensor], sizes: list[int]) -> Any:
 
 def _merge_containers(outputs: list[Any], opened: list[OpenContainer], sizes: list[int]) -> Any:
     first = opened[0]
-    per_sample = all(len(one.children) == size for one, size in zip(opened, sizes, strict=True))
-    if is_sequence(outputs[0]) and per_sample and not _is_container_of_batches(opened, sizes):
+    if is_sequence(outputs[0]) and _are_lists_of_samples(outputs, sizes):
         return first.rebuild([item for one in opened for item in one.children])
     if any(set(one.keys) != set(first.keys) for one in opened):
         return outputs
@@ -85,13 +85,19 @@ def _merge_containers(outputs: list[Any], opened: list[OpenContainer], sizes: li
     return first.rebuild([_merge([children[key] for children in by_key], sizes) for key in first.keys])
 
 
-def _is_container_of_batches(opened: list[OpenContainer], sizes: list[int]) -> bool:
-    """Whether every item is a tensor with one row a sample, as in ``[logits, labels]`` of a microbatch of two."""
-    return all(
-        isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == size
-        for one, size in zip(opened, sizes, strict=True)
-        for item in one.children
-    )
+def _are_lists_of_samples(outputs: list[Any], sizes: list[int]) -> bool:
+    """Whether sequences hold one item for each sample, and do not only happen to be as long as their microbatch."""
+    if any(len(output) != size for output, size in zip(outputs, sizes, strict=True)):
+        return False
+    if len(set(sizes)) > 1:
+        return True
+    items = tuple(build_tree(item) for output in outputs for item in output)
+    if not are_alike(items):
+        return False
+    if isinstance(outputs[0], tuple):
+        # `return loss, accuracy` is far more common than a tuple of samples, which would be strings or records.
+        return all(item.kind is Kind.FIELDS or isinstance(item.value, str) for item in items)
+    return not all(item.kind is Kind.ARRAY and item.length == sizes[0] for item in items)
 
 
 def _weighted_mean(values: Sequence[Any], sizes: list[int]) -> Any:

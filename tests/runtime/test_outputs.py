@@ -64,6 +64,16 @@ def test_two_tensors_of_a_microbatch_of_two_are_two_fields(wrap: type) -> None:
     assert [tuple(field.shape) for field in merged] == [(4, 3), (4,)]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tuple_of_fields_is_merged_field_by_field(size: int) -> None:
+    """``return loss, accuracy`` and ``return logits, None`` stay pairs whatever the size of a microbatch."""
+    merged = merge_outputs([(torch.tensor(1.0), 0.5), (torch.tensor(3.0), 1.5)], [size, size])
+    assert (float(merged[0]), merged[1]) == (2.0, 1.0)
+    logits, nothing = merge_outputs([(torch.ones(size, 2), None)] * 2, [size, size])
+    assert logits.shape == (2 * size, 2)
+    assert nothing is None
+
+
 def test_equal_values_are_kept_and_others_are_listed() -> None:
     """What does not follow the samples is kept when all microbatches agree, and listed when they do not."""
     assert merge_outputs(["val", "val"], [2, 1]) == "val"
