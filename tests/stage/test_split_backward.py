@@ -53,6 +53,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", MODULES)
 def test_ordinary_layers_split_exactly(name: str) -> None:
     """Each ordinary layer's gradients equal those of plain autograd, and its weight gradients really come later."""
@@ -392,6 +393,7 @@ def test_no_root_gradient_at_all() -> None:
     assert split.weights == [None] and split.inputs == [[None]] * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torchscript_submodules() -> None:
     """A scripted function inside a stage is exact, split or not."""
 
