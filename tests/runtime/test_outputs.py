@@ -86,6 +86,12 @@ def test_equal_values_are_kept_and_others_are_listed() -> None:
     assert len(merge_outputs([{"a": 1}, {"b": 1}], [2, 1])) == 2
 
 
+def test_a_matrix_of_a_microbatch_is_listed_when_it_has_a_dim_in_front() -> None:
+    """``matrix[None]`` is not taken for rows of samples."""
+    merged = merge_outputs([torch.eye(3)[None], torch.eye(3)[None] * 2], [3, 3])
+    assert [tuple(part.shape) for part in merged] == [(1, 3, 3), (1, 3, 3)]
+
+
 def test_rows_that_cannot_be_joined_are_listed() -> None:
     """Logits padded to another length in each microbatch stay apart."""
     merged = merge_outputs([torch.ones(2, 7), torch.ones(1, 5)], [2, 1])
