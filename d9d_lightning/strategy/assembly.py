@@ -11,10 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d_lightning.strategy.clip import GradientClipper
 from d9d_lightning.strategy.compat import is_param_in_hook_signature
 from d9d_lightning.strategy.data import STEP_OF, peek_batch
-from d9d_lightning.strategy.engine import BatchPosition, find_sinks, split_batch
+from d9d_lightning.strategy.engine import BatchPosition, Engine, find_sinks, split_batch
 from d9d_lightning.strategy.messages import Messenger
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.placement import PlacedModule, find_placed, read_ownership, remember_placed
@@ -22,9 +21,9 @@ from d9d_lightning.strategy.precision import step_context
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.runtime_bridge import make_engine
 from d9d_lightning.strategy.world import World
-from d9d_lightning.values import Microbatch
+from d9d_lightning.values import Microbatch, Placement
 
-__all__ = ["make_clipper", "make_messenger", "place_module", "shared_groups"]
+__all__ = ["make_messenger", "norm_weights", "place_module", "shared_groups", "stage_parameters"]
 
 
 def make_messenger(world: World, programs: Programs, device: torch.device) -> Messenger:
@@ -63,8 +62,8 @@ def place_module(
     )
     names = tuple(module.state_dict())
     step, microbatches = _sample(trainer, module, options, programs)
-    engine.place(step, microbatches)
-    placed = PlacedModule(engine, read_ownership(engine, rank), names, programs.size, programs.stage_to_rank)
+    placement = engine.place(step, microbatches)
+    placed = PlacedModule(engine, placement, read_ownership(engine, rank), names, programs.size, programs.stage_to_rank)
     remember_placed(module, placed)
     return placed
 
@@ -130,9 +129,26 @@ def shared_groups(
     return found
 
 
-def make_clipper(world: World, owned: Mapping[str, Tensor], saves: Any, device: torch.device) -> GradientClipper:
-    """Clipper over this pipeline; a shared parameter counts on the rank that saves it."""
-    counted = {id(parameter) for name, parameter in owned.items() if saves(name)}
-    others = {id(parameter) for parameter in owned.values()}
-    group = world.groups.pipeline_control if world.groups is not None and world.axes.pipeline > 1 else None
-    return GradientClipper(group, lambda p: id(p) in counted or id(p) not in others, device)
+def stage_parameters(engine: Engine, placed: Placement, owned: Mapping[str, Tensor]) -> dict[int, list[Tensor]]:
+    """Parameters of this rank that one stage alone uses, by stage; shared ones wait for the end of the step.
+
+    Args:
+        engine: Knows who owns what.
+        placed: Stage of every unit.
+        owned: This rank's parameters.
+    """
+    by_stage: dict[int, list[Tensor]] = {}
+    for name, parameter in owned.items():
+        units = [unit for unit in placed.unit_stage if not unit or name.startswith(f"{unit}.")]
+        if units and len(engine.parameter_owners[name]) == 1:
+            by_stage.setdefault(placed.unit_stage[max(units, key=len)], []).append(parameter)
+    return by_stage
+
+
+def norm_weights(engine: Engine, owned: Mapping[str, Tensor], rank: int) -> dict[Tensor, float]:
+    """A parameter that several ranks share counts on the one that saves it."""
+    return {
+        parameter: 0.0
+        for name, parameter in owned.items()
+        if len(engine.parameter_owners[name]) > 1 and engine.parameter_owners[name][0] != rank
+    }

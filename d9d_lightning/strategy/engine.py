@@ -12,7 +12,7 @@ from d9d_lightning.runtime.batch import find_batch_size
 from d9d_lightning.runtime.batch import split_batch as cut_batch
 from d9d_lightning.schedule import Program
 from d9d_lightning.strategy.metrics import module_metrics
-from d9d_lightning.values import Microbatch
+from d9d_lightning.values import Microbatch, Placement
 
 __all__ = ["BatchPosition", "Engine", "Sink", "find_sinks", "split_batch"]
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
     parameter_owners: Mapping[str, tuple[int, ...]]
     buffer_owners: Mapping[str, int]
 
-    def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Any:
+    def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Placement:
         """Decide which stage every unit lives on."""
 
     def release(self) -> None:

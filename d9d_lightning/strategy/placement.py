@@ -12,6 +12,7 @@ from torch import nn
 from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.strategy.engine import Engine
 from d9d_lightning.strategy.whole import Ownership
+from d9d_lightning.values import Placement
 
 __all__ = ["PlacedModule", "find_placed", "known_placement", "read_ownership", "remember_placed"]
 
@@ -24,6 +25,7 @@ class PlacedModule:
 
     Attributes:
         engine: The pipeline that runs it.
+        placement: Stage of every unit.
         ownership: Who has which tensor.
         names: Keys of the whole ``state_dict``, in order.
         size: Number of pipeline ranks.
@@ -31,6 +33,7 @@ class PlacedModule:
     """
 
     engine: Engine
+    placement: Placement
     ownership: Ownership
     names: tuple[str, ...]
     size: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,78 +11,132 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from d9d_lightning.gradients import GradientSynchronizer
 from d9d_lightning.strategy.losses import WeightWindow
+from d9d_lightning.strategy.options import StrategyOptions
 
-__all__ = ["GradientReduction", "sum_over"]
+__all__ = ["GradientReduction", "StageObserver"]
 
 
-def sum_over(group: ProcessGroup | None, parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients of the same parameters on all processes of a group.
-
-    A parameter that has a gradient nowhere keeps None. One that has it on some processes counts as zero on the others.
+class StageObserver:
+    """Lets a bucket leave as soon as its stages have had their last backward of a step.
 
     Args:
-        group: Processes that hold ``parameters``, in the same order.
-        parameters: Parameters of this process.
+        synchronizer: Told which parameters are done.
+        by_stage: Parameters that only one stage uses.
+        num_microbatches: Backwards per stage and step.
     """
-    if group is None or not parameters or dist.get_world_size(group) == 1:
-        return
-    present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    dist.all_reduce(present, group=group)
-    for parameter, count in zip(parameters, present.tolist(), strict=True):
-        if not count:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=group)
+
+    def __init__(
+        self,
+        synchronizer: GradientSynchronizer,
+        by_stage: Mapping[int, Sequence[Tensor]],
+        num_microbatches: int,
+    ) -> None:
+        self._synchronizer = synchronizer
+        self._by_stage = by_stage
+        self._remaining = dict.fromkeys(by_stage, num_microbatches)
+
+    def weights_done(self, stage: int, microbatch: int) -> None:
+        """All weight gradients of a stage and microbatch are there."""
+        if stage not in self._remaining:
+            return
+        self._remaining[stage] -= 1
+        if not self._remaining[stage]:
+            self._synchronizer.mark_done(self._by_stage[stage])
 
 
 class GradientReduction:
-    """Everything that happens to gradients between the last backward and ``on_after_backward``.
+    """Everything that happens to gradients between the first backward of a step and ``on_after_backward``.
 
     Args:
         parameters: This rank's parameters by name.
+        by_stage: Parameters that only one stage of this rank uses.
         shared: For each set of owners, its group and the names of the parameters that its members share.
         replicas: Group of data-parallel replicas, or None where there is one.
+        options: ``bucket_size_mb`` and ``gradient_dtype``.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        by_stage: Mapping[int, Sequence[Tensor]],
         shared: Sequence[tuple[ProcessGroup, tuple[str, ...]]],
         replicas: ProcessGroup | None,
+        options: StrategyOptions,
     ) -> None:
-        self._parameters = dict(parameters)
-        self._shared = tuple(shared)
         self._replicas = replicas
+        self._by_stage = by_stage
+        self._parameters = dict(parameters)
+        groups: dict[Tensor, ProcessGroup] = {
+            self._parameters[name]: group for group, names in shared for name in names
+        }
+        self._synchronizer: GradientSynchronizer | None = None
+        if replicas is not None or groups or options.gradient_dtype is not None:
+            self._synchronizer = GradientSynchronizer(
+                [sorted(self._parameters.items())],
+                options.bucket_size_mb,
+                None,
+                gradient_dtype=options.gradient_dtype,
+            )
+            self._synchronizer.bind(mesh=(replicas,) if replicas is not None else (), shared=groups)
 
-    def observer(self, synchronize: bool) -> Any:
-        """What the executor tells about finished weight gradients."""
-        return None
+    def observer(self, num_microbatches: int, *, synchronize: bool) -> StageObserver | None:
+        """What the executor tells about finished weight gradients of one batch."""
+        if self._synchronizer is None or not synchronize:
+            return None
+        return StageObserver(self._synchronizer, self._by_stage, num_microbatches)
+
+    @contextmanager
+    def step(self, *, synchronize: bool) -> Iterator[None]:
+        """Around the schedule of one batch; a batch that only accumulates reduces nothing."""
+        if self._synchronizer is None:
+            yield
+            return
+        with nullcontext() if synchronize else self._synchronizer.no_sync():
+            yield
 
     def finish(self, window: WeightWindow) -> None:
         """Reduce the gradients of one accumulation window; collective."""
-        for group, names in self._shared:
-            sum_over(group, [self._parameters[name] for name in names])
-        trained = [parameter for _, parameter in sorted(self._parameters.items()) if parameter.requires_grad]
-        sum_over(self._replicas, trained)
-        scale = self._window_scale(window)
-        if scale != 1.0:
-            grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, scale)
+        if self._synchronizer is not None:
+            self._synchronizer.finish()
+            self._synchronizer.wait()
+        if window.used:
+            self._scale(self._window_scale(window))
+
+    def give_up(self) -> None:
+        """Drop the gradients of a failed step; collective over replicas."""
+        if self._synchronizer is not None:
+            self._synchronizer.abandon()
+
+    def lower_gradients(self) -> None:
+        """Give the optimizer gradients in the element type of its parameters."""
+        if self._synchronizer is not None:
+            self._synchronizer.lower_gradients()
+
+    def close(self) -> None:
+        """Free the buffers."""
+        if self._synchronizer is not None:
+            self._synchronizer.unbind()
+            self._synchronizer = None
 
     def _window_scale(self, window: WeightWindow) -> float:
-        count = 1 if self._replicas is None else dist.get_world_size(self._replicas)
-        if not window.used:
-            return 1.0 / count
+        """From the average over replicas to the sum divided by all weights."""
+        if self._replicas is None:
+            return window.close(window.total)
         pooled = torch.tensor(window.total, dtype=torch.float64)
-        if self._replicas is not None:
-            pooled = _pool(pooled, self._replicas)
-        return window.close(float(pooled))
+        return window.close(_pool(pooled, self._replicas)) * dist.get_world_size(self._replicas)
+
+    def _scale(self, factor: float) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.scale_gradients(factor)
+            return
+        gradients: list[Any] = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
 
-def _pool(value: Tensor, group: ProcessGroup) -> Tensor:
-    on_device = value.cuda() if dist.get_backend(group) == "nccl" else value
-    dist.all_reduce(on_device, group=group)
-    return on_device.cpu()
+def _pool(value: Tensor, group: ProcessGroup) -> float:
+    carried = value.cuda() if dist.get_backend(group) == "nccl" else value
+    dist.all_reduce(carried, group=group)
+    return float(carried)

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.strategy import checkpoint as checkpoints
-from d9d_lightning.strategy.assembly import make_clipper, make_messenger, place_module, shared_groups
+from d9d_lightning.strategy.assembly import (
+    make_messenger,
+    norm_weights,
+    place_module,
+    shared_groups,
+    stage_parameters,
+)
 from d9d_lightning.strategy.clip import bind_clipping
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
@@ -71,6 +77,7 @@ class Run:
         self._epochs = EpochEnds(trainer, module, self._messenger, eager=world.axes.data > 1)
         self._layouts: dict[int, OptimizerLayout] = {}
         self._placed: PlacedModule | None = None
+        self._reduction: GradientReduction | None = None
         self._training: TrainingSteps | None = None
         self._evaluation: EvaluationSteps | None = None
         refuse_module(module, trainer, world.axes.pipeline)
@@ -135,11 +142,20 @@ class Run:
             self._world.axes.data,
         )
         shared = shared_groups(self._world, self._programs, self.placed.engine.parameter_owners)
-        self._training = TrainingSteps(session, GradientReduction(self.owned, shared, replicas))
+        by_stage = stage_parameters(self.placed.engine, self.placed.placement, self.owned)
+        self._reduction = GradientReduction(self.owned, by_stage, shared, replicas, self._options)
+        self._training = TrainingSteps(session, self._reduction)
         self._evaluation = EvaluationSteps(session)
         world_group = torch.distributed.group.WORLD if groups is not None else None
         prepare_scaler(precision, self._device, world_group)
-        bind_clipping(precision, make_clipper(self._world, self.owned, self.placed.ownership.saves, self._device))
+        rank = self._world.pipeline_rank(self._programs.loss_owner)
+        bind_clipping(
+            precision,
+            group=groups.pipeline_lockstep if groups is not None and self._world.axes.pipeline > 1 else None,
+            weights=norm_weights(self.placed.engine, self.owned, rank),
+            device=self._device,
+            lower_gradients=self._reduction.lower_gradients,
+        )
         bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
         install_loop(self._trainer)
         install_logbooks(self._trainer, self._reduce)
@@ -152,6 +168,9 @@ class Run:
     def disconnect(self) -> None:
         """Give the trainer and the module their own hooks back."""
         self._hooks.remove()
+        if self._reduction is not None:
+            self._reduction.close()
+            self._reduction = None
         self._epochs.remove()
 
     # ---- steps and checkpoints -------------------------------------------------------------------------------------

@@ -97,15 +97,18 @@ class TrainingSteps:
             batch.sizes.append(microbatch.size)
             return scale_root(session.precision, root)
 
+        observer = self._reduction.observer(len(microbatches), synchronize=synchronize)
+
         def run() -> None:
-            session.engine.run(
-                step,
-                microbatches,
-                program,
-                finish=finish,
-                observer=self._reduction.observer(synchronize),
-                training=True,
-            )
+            with self._reduction.step(synchronize=synchronize):
+                session.engine.run(
+                    step,
+                    microbatches,
+                    program,
+                    finish=finish,
+                    observer=observer,
+                    training=True,
+                )
 
         if book is None:
             run()

@@ -1,0 +1,108 @@
+"""Data-parallel replicas of one rank each, against one device on the same global batches."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
+
+from d9d_lightning.testing import distributed, run_distributed
+
+
+def fit_replicas(folder: str, accumulate: int) -> dict:
+    """Train on two replicas with an ordered sampler; each takes every second sample of a batch of 8."""
+    module, trainer, _ = fit(
+        pipeline(data_parallel_size=2),
+        loader=make_loader(24, 4),
+        val=make_loader(24, 4),
+        devices=2,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        callbacks=[Unshuffled()],
+    )
+    trainer.save_checkpoint(f"{folder}/two.ckpt")
+    return {
+        "state": {key: value.clone() for key, value in module.state_dict().items()},
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "sampler": trainer.distributed_sampler_kwargs,
+        "steps": trainer.global_step,
+    }
+
+
+class Unshuffled(L.Callback):
+    """Lightning shuffles the sampler that it injects; comparing batches needs an order that one device has too."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.train_dataloader.sampler.shuffle = False
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.train_dataloader.sampler.shuffle = False
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_replicas_equal_one_device_on_the_same_batches(tmp_path, accumulate):
+    """Parameters, ``sync_dist`` values and torchmetrics of two replicas equal one device with the joined batch."""
+    first, second = run_distributed(fit_replicas, 2, (str(tmp_path), accumulate), init_group=False)
+    order = torch.tensor([[i + 2 * k for k in range(4)] + [i + 1 + 2 * k for k in range(4)] for i in (0, 8, 16)])
+    one, trainer, _ = fit(
+        "auto",
+        loader=make_loader(24, 8, sampler=order.flatten().tolist()),
+        val=make_loader(24, 8, sampler=order.flatten().tolist()),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    assert largest_difference(first["state"], second["state"]) == 0
+    assert largest_difference(first["state"], one.state_dict()) < 5e-6
+    assert [first["sampler"]["rank"], second["sampler"]["rank"]] == [0, 1]
+    for key in ("val_accuracy", "accuracy_epoch"):
+        assert first["metrics"][key] == second["metrics"][key] == pytest.approx(float(trainer.callback_metrics[key]))
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)
+    assert largest_difference(saved["state_dict"], first["state"]) == 0
+    assert first["steps"] == trainer.global_step
+
+
+class Collectives(Classifier):
+    """Reduces and gathers in every way that Lightning offers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        rank = float(self.trainer.global_rank)
+        self.log("rank_mean", rank, sync_dist=True, on_epoch=True, on_step=False)
+        self.log("rank_sum", rank + 1, sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+        self.mean(torch.tensor(rank))
+        self.log("metric", self.mean, on_epoch=True, on_step=False)
+        return self.loss_of(batch)[0]
+
+    def on_train_epoch_end(self):
+        self.gathered = self.all_gather(torch.tensor([float(self.trainer.global_rank)]))
+
+
+@distributed(ranks=2, init_group=False)
+def test_sync_dist_metrics_and_all_gather_reach_over_replicas():
+    """``sync_dist``, torchmetrics and ``all_gather`` see both replicas."""
+    L.seed_everything(7, verbose=False)
+    module = Collectives()
+    trainer = L.Trainer(strategy=pipeline(data_parallel_size=2, num_microbatches=1), devices=2, max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader(16, 4))
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    assert metrics["rank_mean"] == 0.5
+    assert metrics["rank_sum"] == 2 * 3
+    assert metrics["metric"] == 0.5
+    assert module.gathered.flatten().tolist() == [0.0, 1.0]
+
+
+@distributed(ranks=2, init_group=False)
+def test_predict_loses_no_sample_with_replicas():
+    """Every replica predicts every sample, in order."""
+    L.seed_everything(7, verbose=False)
+    module = Classifier()
+    trainer = L.Trainer(strategy=pipeline(data_parallel_size=2), devices=2, **QUIET)
+    predicted = torch.cat(trainer.predict(module, make_loader(22, 6)))
+    expected = module.net(make_loader().dataset.tensors[0])
+    torch.testing.assert_close(predicted, expected)
