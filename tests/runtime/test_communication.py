@@ -215,6 +215,23 @@ def test_buffers_live_from_receive_to_use() -> None:
 
 
 @distributed(ranks=2)
+def test_inputs_end_on_the_device_of_the_stage() -> None:
+    """Over gloo, tensors travel on the CPU and end on the stage's device, but for values that belong elsewhere."""
+    host = ValueSpec((2,), (1,), torch.float32, device="cpu", requires_grad=False)
+    inputs = {"host": host, "x": torch.empty(2, device="meta")}
+    if dist.get_rank() == 0:
+        run(make_handler(0, {}, inputs, device="cpu").create_send_ops({"host": torch.ones(2), "x": torch.ones(2)}))
+        return
+    handler = make_handler(1, inputs, {}, device="meta")
+    operations = handler.create_receive_ops(0)
+    assert [operation.tensor.device.type for operation in operations] == ["cpu", "cpu"]
+    run(operations)
+    received = handler.get_inputs(0)
+    assert (received["host"].device.type, received["x"].device.type) == ("cpu", "meta")
+    assert received["host"].tolist() == [1.0, 1.0]
+
+
+@distributed(ranks=2)
 def test_a_microbatch_is_received_once_and_reset_forgets_it() -> None:
     """A second receive of a microbatch is refused until it was taken or the handler was reset."""
     handler = make_handler(

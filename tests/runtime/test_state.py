@@ -145,6 +145,17 @@ def test_a_stored_container_is_the_stores_own() -> None:
     assert set(handler.global_state()["k"]) == {"x"}
 
 
+def test_keys_and_microbatches_do_not_touch_each_other() -> None:
+    """Writing one shard of one key leaves the other shards and keys alone."""
+    handler = PipelineStateHandler({}, 2)
+    for index in range(2):
+        handler.sharded_state(index)["a"] = rows(2) + index
+    handler.global_state()["b"] = "kept"
+    handler.sharded_state(0)["a"] = rows(2) + 9
+    assert handler.sharded_state(1)["a"].tolist() == [1.0, 2.0]
+    assert handler.global_state()["b"] == "kept"
+
+
 # ---- forms
 
 
