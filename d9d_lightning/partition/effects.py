@@ -97,7 +97,7 @@ _EMPTY = nn.Identity()
 
 
 def _attribute_restorer(holder: nn.Module, name: str) -> Callable[[], None]:
-    place = holder._buffers if name in holder._buffers else holder.__dict__
+    place: dict[str, Any] = holder._buffers if name in holder._buffers else holder.__dict__
     old = place.get(name, _MISSING)
 
     def restore() -> None:
@@ -113,7 +113,8 @@ def _content_restorer(container: Any) -> Callable[[], None]:
     if isinstance(container, list):
         kept = list(container)
         return lambda: container.__setitem__(slice(None), kept)
-    saved = dict(container)
+    entries: dict[Any, Any] = container
+    saved = dict(entries)
 
     def restore() -> None:
         for key in [key for key in container if key not in saved]:
@@ -280,7 +281,7 @@ class Observation:
     def _changed_entries(self) -> list[tuple[int, Any]]:
         changed: list[tuple[int, Any]] = []
         for number, (container, before) in enumerate(zip(self._containers, self._contents, strict=True)):
-            if isinstance(container, dict):
+            if isinstance(container, dict) and isinstance(before, dict):
                 changed += [(number, k) for k, v in container.items() if before.get(k, _MISSING) is not v]
             elif len(container) >= len(before):
                 changed += [

@@ -1,8 +1,8 @@
 """Routing the calls of units to whoever replays, traces or runs the step in lockstep.
 
-A unit is called as ``unit(x)``, as ``unit.forward(x)`` or, once compiled, through ``_compiled_call_impl``; all three are
-caught by attributes on the instance, present only while :meth:`Interceptor.installed` is active, so that a module can be
-copied and pickled at any other time.
+A unit is called as ``unit(x)``, as ``unit.forward(x)`` or, once compiled, through ``_compiled_call_impl``; all three
+are caught by attributes on the instance, present only while :meth:`Interceptor.installed` is active, so that a module
+can be copied and pickled at any other time.
 """
 
 from __future__ import annotations

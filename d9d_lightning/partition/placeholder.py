@@ -50,13 +50,13 @@ class Placeholder(torch.Tensor):
     origin: str
     cell: Cell
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, geometry: shapes.Geometry, origin: str, cell: Cell | None = None, requires_grad: bool = False
     ) -> Placeholder:
-        made: Placeholder = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.shape,
             strides=geometry.stride,
@@ -88,7 +88,7 @@ class Placeholder(torch.Tensor):
         return made  # type: ignore[return-value]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _compute(func, args, kwargs or {})
@@ -106,7 +106,7 @@ class Placeholder(torch.Tensor):
     def data_ptr(self) -> int:
         return 0
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, from={self.origin!r})"
 
     def __format__(self, format_spec: str) -> str:
@@ -117,7 +117,7 @@ class Placeholder(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         copied = Placeholder(shapes.Geometry.of(self), self.origin, None, self.requires_grad and self.is_leaf)
         if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # type: ignore[attr-defined]
+            copied._is_param = True
         memo[id(self)] = copied
         return copied
 
@@ -129,7 +129,7 @@ class Placeholder(torch.Tensor):
 def _rebuild(geometry: shapes.Geometry, origin: str, requires_grad: bool, is_parameter: bool) -> Placeholder:
     made = Placeholder(geometry, origin, None, requires_grad)
     if is_parameter:
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
     return made
 
 
@@ -157,16 +157,38 @@ class Poisoned(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Poisoned(shape={tuple(self.shape)}, dtype={self.dtype}, from={self.origin!r})"
 
 
 _HARMLESS = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in "shape dtype device requires_grad is_leaf ndim grad_fn layout grad _base _version".split()
+    for name in [
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "ndim",
+        "grad_fn",
+        "layout",
+        "grad",
+        "_base",
+        "_version",
+    ]
 ) | frozenset(
     getattr(torch.Tensor, name)
-    for name in "size stride dim numel storage_offset untyped_storage is_inference is_conj element_size".split()
+    for name in [
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "storage_offset",
+        "untyped_storage",
+        "is_inference",
+        "is_conj",
+        "element_size",
+    ]
 )
 
 
@@ -197,7 +219,8 @@ def cured_afterwards() -> Iterator[None]:
     """
     global _POISONED_IN_TRACE
     before = _POISONED_IN_TRACE
-    _POISONED_IN_TRACE = poisoned = []
+    poisoned: list[torch.Tensor] = []
+    _POISONED_IN_TRACE = poisoned
     try:
         yield
     finally:
@@ -209,7 +232,7 @@ def cured_afterwards() -> Iterator[None]:
 
 
 class ReplayCut(BaseException):
-    """Ends a replay that has nothing left to do; a BaseException, so that the user's ``except Exception`` lets it by."""
+    """Ends a replay that has nothing left to do; a BaseException, so that ``except Exception`` of the step lets it by."""
 
 
 _CUT_ON_READ = False
@@ -233,8 +256,8 @@ def _refuse_read(tensor: Placeholder, what: str) -> NoReturn:
     raise PlaceholderReadError(
         f"{describe_user_line()} reads the value of a tensor ({what}) that was made by unit {tensor.origin!r} on "
         f"another stage, where only its shape {tuple(tensor.shape)} is known. "
-        "Expected: between units, a step uses shapes and tensors, not values. Keep the line after the last unit (on the "
-        "stage of the loss), move it into the unit's own forward, or name both sides as one unit with "
+        "Expected: between units, a step uses shapes and tensors, not values. Keep the line after the last unit (on "
+        "the stage of the loss), move it into the unit's own forward, or name both sides as one unit with "
         "units=[...] in D9DStrategy."
     )
 

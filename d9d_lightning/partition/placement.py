@@ -7,7 +7,7 @@ form one group; groups are cut into contiguous stages so that the most expensive
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 
@@ -87,9 +87,7 @@ def place_units(
     for call in trace.calls:
         flops[call.unit] = flops.get(call.unit, 0) + call.flops
     known = sum(flops.values()) > 0
-    weights = [
-        float(sum(flops[unit] if known else parameter_count(units[unit]) for unit in group)) for group in groups
-    ]
+    weights = [float(sum(flops[unit] if known else parameter_count(units[unit]) for unit in group)) for group in groups]
     # a unit without any counted operator still costs something: its parameters are read once
     scale = max(sum(weights), 1.0) * 1e-3 / max(1, sum(parameter_count(unit) for unit in units.values()))
     weights = [w + scale * sum(parameter_count(units[u]) for u in g) for w, g in zip(weights, groups, strict=True)]
@@ -143,7 +141,7 @@ def _balanced_cuts(weights: Sequence[float], stage_to_rank: tuple[int, ...]) -> 
     for weight in weights:
         sums.append(sums[-1] + weight)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(start: int, stage: int) -> tuple[float, int]:
         """Cheapest largest stage for the groups from ``start`` on stages ``stage``..., and the end of this stage."""
         if stage == stages - 1:

@@ -42,9 +42,9 @@ def make_plan(root: nn.Module, units: Mapping[str, nn.Module], trace: Trace, pla
     for value in trace.tail_needs:
         use(value, last, "the end of the step")
     for name, sources in trace.written_parameters.items():
-        for value in sources:
-            if isinstance(value, ValueId):
-                use(value, homes[name][0], f"the write into {name!r}")
+        for source in sources:
+            if isinstance(source, ValueId):
+                use(source, homes[name][0], f"the write into {name!r}")
     return Plan(
         placement=placement,
         trace=trace,
@@ -108,6 +108,10 @@ def _digest(trace: Trace, placement: Placement) -> str:
         form = _form(call.effects.template) if call.effects is not None else ""
         text.update(f"{call.unit}|{call.number}|{needs}|{sorted(call.raw_parameters)}|{values}|{form}\n".encode())
     text.update(f"{sorted(trace.tail_needs)}{sorted(trace.tail_parameters)}{trace.changed_state}".encode())
+    written = sorted((name, sorted(map(str, sources))) for name, sources in trace.written_parameters.items())
+    text.update(
+        f"{sorted(trace.overwritten)}{sorted(trace.overwritten_inputs)}{sorted(trace.entry_draws)}{written}".encode()
+    )
     text.update(f"{placement.num_stages}{sorted(placement.unit_stage.items())}".encode())
     return text.hexdigest()[:16]
 

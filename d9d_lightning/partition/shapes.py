@@ -59,7 +59,7 @@ class Geometry:
         if tensor.layout is not torch.strided:
             dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             return cls(tuple(dense.shape), dense.stride(), 0, tensor.dtype, tensor.device)
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """An uninitialised tensor of this geometry, with an offset of zero."""

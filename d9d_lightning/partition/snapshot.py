@@ -16,7 +16,9 @@ from torch import nn
 
 __all__ = ["ModuleSnapshot", "RandomState", "fill_container", "generators_of", "is_plain_object", "numpy_random"]
 
-_SKIPPED = frozenset({"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"})
+_SKIPPED = frozenset(
+    {"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"}
+)
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities")
 
 
@@ -58,7 +60,11 @@ class RandomState:
             kinds.add("torch")
         if now.python != self.python:
             kinds.add("python")
-        if self.numpy is not None and (now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any()):
+        if (
+            self.numpy is not None
+            and now.numpy is not None
+            and (now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any())
+        ):
             kinds.add("numpy")
         return frozenset(kinds)
 
@@ -159,9 +165,7 @@ class ModuleSnapshot:
                 old, new = before.get(name, _MISSING), now.get(name, _MISSING)
                 if self._is_untouched_copy(prefix + name, new):
                     continue
-                if old is not new and not _same_constant(old, new):
-                    yield prefix + name
-                elif self._content_changed(new, set()):
+                if (old is not new and not _same_constant(old, new)) or self._content_changed(new, set()):
                     yield prefix + name
             for name, buffer in module._buffers.items() if id(module) not in inside else ():
                 if buffer is not None and not self._is_untouched_copy(prefix + name, buffer):

@@ -217,7 +217,9 @@ def constants_differ(expected: Any, got: Any) -> str | None:
         plain = old is None or isinstance(old, bool | int | float | str | bytes | torch.Size)
         return f"{new!r} instead of {old!r}" if plain and old != new and not (old != old and new != new) else None
     if expected.keys != got.keys or len(expected.children) != len(got.children):
-        return f"entries {list(got.keys) or len(got.children)} instead of {list(expected.keys) or len(expected.children)}"
+        return (
+            f"entries {list(got.keys) or len(got.children)} instead of {list(expected.keys) or len(expected.children)}"
+        )
     for old, new in zip(expected.children, got.children, strict=True):
         difference = constants_differ(old, new)
         if difference:

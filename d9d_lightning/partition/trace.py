@@ -28,7 +28,7 @@ from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
 from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
 
-__all__ = ["ObservedCall", "TraceDepth", "trace_step"]
+__all__ = ["Exchange", "ObservedCall", "TraceDepth", "trace_step"]
 
 
 class TraceDepth(enum.Enum):
@@ -132,10 +132,9 @@ def _traced_parameters(root: nn.Module, tracer: _Tracer, depth: TraceDepth) -> I
     try:
         for module in root.modules():
             for name, held in module._parameters.items():
-                stand_in = held if held is None else stand_ins.get(id(held), held)
-                if stand_in is not held:
+                if held is not None and stand_ins.get(id(held), held) is not held:
                     replaced.append((module, name, held))
-                    module._parameters[name] = stand_in
+                    module._parameters[name] = stand_ins[id(held)]
         yield
     finally:
         for module, name, held in replaced:
@@ -160,9 +159,7 @@ class _FlopCounter(TorchDispatchMode):
 class _Tracer:
     """The policy of a trace: run every unit, follow the glue between them."""
 
-    def __init__(
-        self, root: nn.Module, interceptor: Interceptor, depth: TraceDepth, exchange: Exchange | None
-    ) -> None:
+    def __init__(self, root: nn.Module, interceptor: Interceptor, depth: TraceDepth, exchange: Exchange | None) -> None:
         self._root = root
         self._interceptor = interceptor
         self._depth = depth

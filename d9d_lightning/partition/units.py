@@ -38,12 +38,10 @@ def _is_atomic(module: nn.Module) -> bool:
 
 
 def _holds_layer_list(module: nn.Module) -> bool:
-    """Whether a list of at least two parameter-holding modules lies anywhere inside, with a fair share of the weight."""
+    """Whether a list of at least two parameter-holding modules lies anywhere inside, with a fair share of it."""
     total = parameter_count(module)
     return any(
-        isinstance(inner, _LISTS)
-        and sum(1 for _ in _children(inner, "")) >= 2
-        and parameter_count(inner) >= total / 4
+        isinstance(inner, _LISTS) and sum(1 for _ in _children(inner, "")) >= 2 and parameter_count(inner) >= total / 4
         for inner in module.modules()
     )
 

@@ -85,7 +85,9 @@ class PipelineExecutor:
         self._transport = transport
         self._observer = observer
         self._last = program.num_stages - 1
-        self._local = {stage for stage in range(self._last) if program.stage_to_rank[stage] == program.stage_to_rank[stage + 1]}
+        self._local = {
+            stage for stage in range(self._last) if program.stage_to_rank[stage] == program.stage_to_rank[stage + 1]
+        }
         self._forward_inbox: dict[tuple[int, int], Values] = {}
         self._forward_outbox: dict[tuple[int, int], Values] = {}
         self._backward_inbox: dict[tuple[int, int], Values] = {}

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import PartitionError, PlaceholderReadError
+from d9d_lightning.partition.effects import Effects
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placement import group_units, place_units
 from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import constant_key, flatten
-from d9d_lightning.partition.trace import TraceDepth, trace_step
+from d9d_lightning.partition.trace import Exchange, TraceDepth, trace_step
 from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
 from d9d_lightning.stage.replay import StepCall
-from d9d_lightning.values import Microbatch, Placement, Plan, Trace
+from d9d_lightning.values import Microbatch, Placement, Plan, Trace, UnitCall
 
 __all__ = ["Planner", "Signature", "signature_of"]
 
@@ -43,6 +44,15 @@ class Planner:
         silenced: Modules whose attributes a trace need not restore.
         unit_patterns: Names or patterns of units that the user wants.
         split_points: Units that stages begin with.
+
+    Attributes:
+        units: Units by qualified name.
+        interceptor: Catches their calls.
+        placement: Where each unit lives; None before :meth:`place`.
+        setup_trace: The trace that the placement was made from.
+        notes: What a user should be told about how the step is traced.
+        exchange: Runs units on their owners; None while this process holds the whole module.
+        agree: From whether shapes did not suffice here to whether they did not suffice on some rank.
     """
 
     def __init__(
@@ -60,9 +70,12 @@ class Planner:
         self.units = canonical_units(root, unit_patterns)
         self.interceptor = Interceptor(self.units, self._sinks)
         self.placement: Placement | None = None
-        self.depth = TraceDepth.SHAPES
+        self.setup_trace = Trace((), frozenset(), frozenset())
         self.notes: list[str] = []
+        self.exchange: Exchange | None = None
+        self.agree: Callable[[bool], bool] = bool
         self._plans: dict[tuple[str, Signature], Plan] = {}
+        self._num_plans = 0
 
     def trace(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Trace one microbatch, with shapes only where that is enough.
@@ -85,21 +98,26 @@ class Planner:
             before.restore(lasting)
 
     def _trace_once(self, step: StepCall, microbatch: Microbatch, keep_plain_state: bool = False) -> Trace:
-        if self.depth is TraceDepth.SHAPES:
-            try:
-                return self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
-            except Exception as error:
-                # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
-                self._note_depth(error)
+        failure: Exception | None = None
+        trace: Trace | None = None
+        try:
+            trace = self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
+        except Exception as error:
+            # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
+            failure = error
+        if not self.agree(failure is not None) and trace is not None:
+            return trace
+        if failure is not None:
+            self._note_depth(failure)
         return self._trace_at(TraceDepth.VALUES, step, microbatch, keep_plain_state)
 
     def _note_depth(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, PlaceholderReadError) else f"{type(error).__name__}: {error}"
-        self.notes.append(f"the step is traced with real values, because shapes alone do not suffice: {reason}")
+        note = f"the step is traced with real values, because shapes alone do not suffice: {reason}"
+        if note not in self.notes:
+            self.notes.append(note)
 
-    def _trace_at(
-        self, depth: TraceDepth, step: StepCall, microbatch: Microbatch, keep_plain_state: bool
-    ) -> Trace:
+    def _trace_at(self, depth: TraceDepth, step: StepCall, microbatch: Microbatch, keep_plain_state: bool) -> Trace:
         def call(*args: Any, **kwargs: Any) -> Any:
             return step(Microbatch(microbatch.index, microbatch.size, args, microbatch.seed, kwargs))
 
@@ -110,6 +128,7 @@ class Planner:
             microbatch.args,
             microbatch.kwargs,
             depth=depth,
+            exchange=self.exchange if depth is TraceDepth.VALUES else None,
             silenced=self._silenced,
             keep_plain_state=keep_plain_state,
         )
@@ -128,8 +147,22 @@ class Planner:
             if finer is None:
                 break
             trace = self._trace_with(finer[0], step, microbatch)
+        self.setup_trace = trace
         self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
         return self.placement
+
+    def place_by_registration(self, stage_to_rank: Sequence[int]) -> Placement:
+        """Fix the placement without a batch: the order of registration stands for the order of calls."""
+        template, _ = flatten((None, [], [], [], []))
+        calls = [UnitCall(unit, 0, frozenset(), frozenset(), Effects(template), ()) for unit in self.units]
+        self.setup_trace = Trace(tuple(calls), frozenset(), frozenset())
+        self.placement = place_units(self.setup_trace, self.units, stage_to_rank, self._split_points)
+        return self.placement
+
+    @property
+    def num_plans(self) -> int:
+        """How many plans have been made."""
+        return self._num_plans
 
     def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Units whose parts are called one by one from outside are replaced by these parts."""
@@ -174,7 +207,5 @@ class Planner:
         if plan is None:
             plan = make_plan(self.root, self.units, self.trace(step, microbatch), placement)
             self._plans[key] = plan
+            self._num_plans += 1
         return plan
-
-
-PlanOf = Callable[[Microbatch], Plan]

@@ -176,7 +176,8 @@ class _ReplayPolicy:
                 restore()
         if self._index <= script.last_call:
             raise UnplannedCallError(
-                f"the step ended after {self._index} unit calls; the plan has {describe_call(self._entries[self._index])} next"
+                f"the step ended after {self._index} unit calls; next in the plan is "
+                + describe_call(self._entries[self._index])
             )
 
     def _finish(self, output: Any) -> None:
@@ -285,7 +286,7 @@ _SCALAR = Geometry((), (), 0, torch.float32, torch.device("cpu"))
 
 def _placeholder_given_error(entry: CallEntry, tensor: Any) -> StageError:
     return PlaceholderReadError(
-        f"{describe_call(entry)} was given a tensor of {tensor.origin!r}, which lives on another stage and was not in the "
-        "trace. Expected: what a unit reads depends on the batch's structure only. Name both as one unit with "
+        f"{describe_call(entry)} was given a tensor of {tensor.origin!r}, which lives on another stage and was not in "
+        "the trace. Expected: what a unit reads depends on the batch's structure only. Name both as one unit with "
         "units=[...], or keep them on one stage with split_points=[...] in D9DStrategy."
     )

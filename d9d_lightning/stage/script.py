@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from d9d_lightning.partition.shapes import Geometry
 from d9d_lightning.partition.structure import Leaf
 from d9d_lightning.values import Plan, ValueId, ValueSpec
 
-__all__ = ["CallEntry", "StageScript", "make_script"]
+__all__ = ["CallEntry", "StageScript", "describe_call", "make_script"]
 
 
 @dataclass(slots=True)
@@ -28,10 +27,12 @@ class CallEntry:
         effects: What the call makes visible.
         specs: The visible values.
         draws: Random generators that the call advances.
-        kept: Of an owned call, the values that other stages need: leaf, value, and whether it is changed in place later.
+        kept: Of an owned call, the values that other stages need: leaf, value, whether it is changed in place later.
         received: Of a skipped call, leaf to value for those that this stage receives.
         bare: Whether the call returns a single tensor and has no other effect.
+        reusable: Whether one placeholder can stand for a value in every microbatch.
         answer: The placeholder that a skipped bare call returns, where one object can serve every time.
+        placeholders: Those made so far, by leaf.
     """
 
     unit: str
@@ -69,7 +70,7 @@ class StageScript:
         is_loss_owner: Whether the stage finishes the step.
         runs_to_the_end: Whether the replay goes on, on placeholders, after the last own call, because the rest of the
             step changes state that the next microbatch may read.
-        cut_before: Call number at which a replay that does not run to the end is cut at the latest.
+        cut_inside_region: Whether the last own call lies in a checkpointed region, which must be left before the cut.
     """
 
     stage: int
@@ -133,6 +134,6 @@ def _make_placeholder(spec: ValueSpec, unit: str) -> Placeholder:
     return Placeholder(geometry, unit)
 
 
-def describe_call(entry: CallEntry) -> Any:
+def describe_call(entry: CallEntry) -> str:
     """``unit model.layers.7 (call 1)``."""
     return f"unit {entry.unit!r}" + (f" (call {entry.number + 1})" if entry.number else "")

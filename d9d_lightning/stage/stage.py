@@ -108,7 +108,8 @@ class PipelineStage:
         loss = self._finish(self._microbatches[microbatch], output)
         if loss is not None and is_placeholder(loss):
             raise PlaceholderReadError(
-                f"the loss depends on a tensor of {loss.origin!r}, which lives on another stage and was not in the trace"  # type: ignore[attr-defined]
+                f"the loss depends on a tensor of {getattr(loss, 'origin', '?')!r}, which lives on another stage and "
+                "was not in the trace"
             )
         return loss
 

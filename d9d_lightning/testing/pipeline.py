@@ -148,9 +148,11 @@ def _can_run(action: ActionBase, program: Program, mailbox: Mailbox) -> bool:
         stage, last = part.stage, program.num_stages - 1
         ranks = program.stage_to_rank
         if part.kind is ActionKind.F and stage > 0 and ranks[stage - 1] != ranks[stage]:
-            if ("forward", stage, part.microbatch) not in mailbox.messages:
-                return False
+            needed = ("forward", stage, part.microbatch)
         elif part.kind in (ActionKind.B, ActionKind.I) and stage < last and ranks[stage + 1] != ranks[stage]:
-            if ("backward", stage, part.microbatch) not in mailbox.messages:
-                return False
+            needed = ("backward", stage, part.microbatch)
+        else:
+            continue
+        if needed not in mailbox.messages:
+            return False
     return True

@@ -1,0 +1,49 @@
+"""The process groups of one pipeline, as the runtime uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PipelineGroups"]
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """Groups that hold exactly the ranks of one pipeline.
+
+    Attributes:
+        forward: Point-to-point messages of the forward pass.
+        backward: Point-to-point messages of the backward pass.
+        control: Status and plans; always gloo.
+        lockstep: Broadcasts of unit outputs.
+        process_of: For each pipeline rank, its rank within the groups.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    control: dist.ProcessGroup
+    lockstep: dist.ProcessGroup
+    process_of: tuple[int, ...]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every pipeline rank, in order of pipeline ranks, on every rank."""
+        found: list[Any] = [None] * len(self.process_of)
+        dist.all_gather_object(found, value, group=self.control)
+        return [found[process] for process in self.process_of]
+
+    def broadcast(self, value: Any, source: int, lockstep: bool = False) -> Any:
+        """The value of one pipeline rank, on every rank."""
+        group = self.lockstep if lockstep else self.control
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, self.process_of[source]), group=group)
+        return box[0]
+
+    def agree_on_worst(self, status: int) -> int:
+        """The largest status over all ranks."""
+        tensor = torch.tensor([status])
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return int(tensor.item())

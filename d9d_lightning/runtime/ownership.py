@@ -1,0 +1,62 @@
+"""Which rank has which parameter and buffer, and giving up those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from d9d_lightning.partition.placeholder import Placeholder
+from d9d_lightning.partition.plan import parameter_stages
+from d9d_lightning.values import Placement, Trace
+
+__all__ = ["Ownership", "find_ownership", "release_parameters"]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Pipeline ranks by qualified name.
+
+    Attributes:
+        parameters: Ranks that hold each parameter; the first one saves and counts it.
+        buffers: The rank whose unit updates each buffer.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, int]
+
+
+def find_ownership(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    trace: Trace,
+    placement: Placement,
+    stage_to_rank: Sequence[int],
+) -> Ownership:
+    """Ranks of every parameter and buffer under a placement."""
+    stages = parameter_stages(root, units, trace, placement)
+    parameters = {name: tuple(dict.fromkeys(stage_to_rank[stage] for stage in found)) for name, found in stages.items()}
+    unit_of: dict[int, str] = {}
+    for name, module in units.items():
+        for buffer in module.buffers():
+            unit_of.setdefault(id(buffer), name)
+    last = stage_to_rank[-1]
+    buffers = {
+        name: stage_to_rank[placement.stage_of(unit_of[id(buffer)])] if id(buffer) in unit_of else last
+        for name, buffer in root.named_buffers()
+    }
+    return Ownership(parameters, buffers)
+
+
+def release_parameters(root: nn.Module, ownership: Ownership, rank: int) -> None:
+    """Put placeholders in the place of parameters that this rank does not hold; their memory is freed."""
+    given_up: dict[int, nn.Parameter] = {}
+    for name, parameter in root.named_parameters():
+        if rank not in ownership.parameters[name] and not isinstance(parameter, Placeholder):
+            stand_in = Placeholder.like(parameter.detach(), name)
+            given_up[id(parameter)] = nn.Parameter(stand_in, parameter.requires_grad)
+    for module in root.modules():
+        for name, held in module._parameters.items():
+            if held is not None and id(held) in given_up:
+                module._parameters[name] = given_up[id(held)]

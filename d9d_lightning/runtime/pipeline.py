@@ -1,0 +1,399 @@
+"""This rank's stages of one module, and how a batch runs over them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d9d_lightning.errors import (
+    PartitionError,
+    PipelineError,
+    PlaceholderReadError,
+    RankFailedError,
+    UnplannedCallError,
+)
+from d9d_lightning.partition.plan import parameter_stages
+from d9d_lightning.runtime.executor import Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.runtime.ownership import Ownership, find_ownership, release_parameters
+from d9d_lightning.runtime.transport import ProcessTransport
+from d9d_lightning.schedule import Program
+from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
+from d9d_lightning.stage.planner import Planner
+from d9d_lightning.stage.replay import Replay, StepCall
+from d9d_lightning.stage.script import StageScript, make_script
+from d9d_lightning.stage.stage import Finish, PipelineStage
+from d9d_lightning.stage.world import PrivateWorld, adopt_state, export_state
+from d9d_lightning.values import Microbatch, Placement, Plan, StepStatus
+
+__all__ = ["Pipeline", "StepOutcome"]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one batch gave.
+
+    Attributes:
+        outputs: On the loss owner, what the step returned for each microbatch; None elsewhere.
+        lockstep: Whether the step ran in lockstep instead of as a pipeline.
+    """
+
+    outputs: list[Any] | None
+    lockstep: bool = False
+
+
+class Pipeline:
+    """This rank's part of a pipeline.
+
+    Args:
+        module: The user's module.
+        stage_to_rank: Pipeline rank of every stage.
+        rank: This pipeline rank.
+        size: Number of pipeline ranks.
+        groups: Process groups; None where one process has all stages.
+        units: Names or patterns of units, where the user chooses.
+        split_points: Units that stages begin with, where the user chooses.
+        sinks: ``(object, method name)`` of methods that only take values out of the step.
+        silenced: Modules whose state a trace need not restore (metrics).
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage_to_rank: Sequence[int],
+        rank: int,
+        size: int,
+        groups: PipelineGroups | None = None,
+        units: Sequence[str] | None = None,
+        split_points: Sequence[str] | None = None,
+        sinks: Sequence[tuple[Any, str]] = (),
+        silenced: Sequence[nn.Module] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if size > 1 and groups is None:
+            raise PipelineError(f"a pipeline of {size} ranks needs groups; give PipelineGroups, or size=1")
+        self.module = module
+        self.stage_to_rank = tuple(stage_to_rank)
+        self.rank = rank
+        self.size = size
+        self.loss_owner = self.stage_to_rank[-1]
+        self.is_loss_owner = rank == self.loss_owner
+        self.planner = Planner(module, sinks, silenced, units, split_points)
+        self._groups = groups
+        if groups is not None:
+            self.planner.agree = lambda failed: any(groups.gather(failed))
+        self._device = torch.device(device)
+        self._transport = None if groups is None else ProcessTransport(groups, self.stage_to_rank, self._device)
+        self._ownership: Ownership | None = None
+        self._scripts: dict[tuple[str, int, bool], StageScript] = {}
+        self._lockstep_kinds: set[str] = set()
+
+    # ---- who has what ----------------------------------------------------------------------------------------------
+    @property
+    def _owners(self) -> Ownership:
+        if self._ownership is None:
+            raise PartitionError("the module has no placement yet; call place() first")
+        return self._ownership
+
+    @property
+    def parameter_owners(self) -> Mapping[str, tuple[int, ...]]:
+        """Pipeline ranks that hold each parameter; the first one saves and counts it."""
+        return self._owners.parameters
+
+    @property
+    def buffer_owners(self) -> Mapping[str, int]:
+        """Pipeline rank that updates each buffer."""
+        return self._owners.buffers
+
+    @property
+    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by qualified name, shared ones included."""
+        owners = self._owners.parameters
+        return {name: p for name, p in self.module.named_parameters() if self.rank in owners[name]}
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Stages of this rank."""
+        return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == self.rank)
+
+    def place(self, step: StepCall, microbatches: Sequence[Microbatch]) -> Placement:
+        """Fix the placement, from one microbatch; collective.
+
+        Args:
+            step: Calls the user's step.
+            microbatches: Slices of one batch; none where no batch can be had, and then the order of registration
+                stands for the order of calls.
+
+        Raises:
+            PartitionError: The step cannot be cut, or the ranks found different units.
+        """
+        placement: Placement | None = None
+        error: Exception | None = None
+        try:
+            if microbatches:
+                placement = self.planner.place(step, microbatches[0], self.stage_to_rank)
+            else:
+                placement = self.planner.place_by_registration(self.stage_to_rank)
+            trace = self.planner.setup_trace
+            self._ownership = find_ownership(self.module, self.planner.units, trace, placement, self.stage_to_rank)
+        except Exception as problem:
+            error = problem
+        self._compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
+        if placement is None:
+            raise PartitionError("the module could not be placed")
+        return placement
+
+    def release(self) -> None:
+        """Give up the parameters of other ranks: placeholders of the same names take their place."""
+        if self.size > 1:
+            release_parameters(self.module, self._owners, self.rank)
+            self.planner.exchange = self._exchange()
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+    def run(
+        self,
+        step: StepCall,
+        microbatches: Sequence[Microbatch],
+        program: Program,
+        *,
+        finish: Finish,
+        observer: Observer | None = None,
+        training: bool = True,
+        kind: str = "training_step",
+    ) -> StepOutcome:
+        """Run one batch; collective over the pipeline.
+
+        Args:
+            step: Calls the user's step for one microbatch.
+            microbatches: The slices of the batch.
+            program: What every rank does; its placement of stages must be this pipeline's.
+            finish: Called on the loss owner when a step has ended, gives the scalar to differentiate.
+            observer: Told when weight gradients are done.
+            training: Whether gradients are computed. In evaluation a step that reads activations runs in lockstep.
+            kind: Name of the user's step.
+
+        Raises:
+            RankFailedError: Another rank failed; its error and traceback are shown.
+            Exception: The first failure of this rank's own stages.
+        """
+        if tuple(program.stage_to_rank) != self.stage_to_rank:
+            raise PartitionError(
+                f"the program places its stages on ranks {list(program.stage_to_rank)}, the pipeline on "
+                f"{list(self.stage_to_rank)}; build the program for the same schedule family"
+            )
+        if not training and kind in self._lockstep_kinds:
+            return self._run_in_lockstep(step, microbatches, finish)
+        restore = _GradientBackup(self.owned_parameters) if training else None
+        for attempt in range(2):
+            try:
+                plans = self._plans(kind, step, microbatches, fresh=attempt > 0)
+            except (PlaceholderReadError, PartitionError):
+                if training:
+                    raise
+                self._lockstep_kinds.add(kind)
+                return self._run_in_lockstep(step, microbatches, finish)
+            outcome = self._run_once(step, microbatches, program, plans, finish, observer)
+            if outcome is not None:
+                return outcome
+            if restore is not None:
+                restore.undo()
+        raise UnplannedCallError("the step calls its units in another order each time it runs on the same batch")
+
+    def _plans(self, kind: str, step: StepCall, microbatches: Sequence[Microbatch], fresh: bool) -> list[Plan]:
+        known = self.planner.num_plans
+        plans: list[Plan] = []
+        error: Exception | None = None
+        try:
+            for microbatch in microbatches:
+                plan = self.planner.plan(kind, step, microbatch, fresh=fresh)
+                plans.append(plan)
+            if self.planner.num_plans != known or fresh:
+                for plan in plans:
+                    self._check_homes(plan)
+        except Exception as problem:
+            error = problem
+        if error is not None or self.planner.num_plans != known or fresh:
+            self._compare("plan", ",".join(plan.digest for plan in plans), error)
+        return plans
+
+    def _check_homes(self, plan: Plan) -> None:
+        homes = parameter_stages(self.module, self.planner.units, plan.trace, plan.placement)
+        for name, stages in homes.items():
+            for stage in stages:
+                if self.stage_to_rank[stage] not in self._owners.parameters[name]:
+                    raise PartitionError(
+                        f"the step now reads parameter {name!r} on stage {stage}, but it lives on ranks "
+                        f"{list(self._owners.parameters[name])}, as the step of the first batch decided. Expected: the "
+                        "same uses of parameters outside their own units in every batch; give an example_batch=... to "
+                        "D9DStrategy that shows all of them."
+                    )
+
+    def _compare(self, what: str, digest: str, error: Exception | None) -> None:
+        """Raise on every rank if one failed or disagrees."""
+        if self._groups is None:
+            if error is not None:
+                raise error
+            return
+        found = self._groups.gather((digest, None if error is None else _describe(error)))
+        if error is not None:
+            raise error
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise _remote_error(rank, problem)
+        if any(other != digest for other, _ in found):
+            raise PartitionError(
+                f"ranks made different {what}s: {[other for other, _ in found]}. Expected: the same module and the "
+                "same batch on every rank of a pipeline; check that the loader gives all ranks the same batches."
+            )
+
+    def _run_once(
+        self,
+        step: StepCall,
+        microbatches: Sequence[Microbatch],
+        program: Program,
+        plans: list[Plan],
+        finish: Finish,
+        observer: Observer | None,
+    ) -> StepOutcome | None:
+        outputs: list[Any] = [None] * len(microbatches)
+
+        def keep(microbatch: Microbatch, output: Any) -> Tensor | None:
+            outputs[microbatch.index] = output
+            return finish(microbatch, output)
+
+        names = tuple(dict.fromkeys(name for plan in plans for name in plan.trace.changed_state))
+        worlds = {stage: PrivateWorld(self.module, names) if names else None for stage in self.own_stages}
+        stages = {
+            stage: PipelineStage(stage, self._replays(plans, stage, worlds[stage]), step, microbatches, keep)
+            for stage in self.own_stages
+        }
+        executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
+        with self.planner.interceptor.installed():
+            executor.run()
+        status = self._agree(executor)
+        if status is StepStatus.UNPLANNED:
+            return None
+        if names:
+            self._share_state(names, worlds.get(len(self.stage_to_rank) - 1))
+        return StepOutcome(outputs if self.is_loss_owner else None)
+
+    def _begin_transport(self, plans: list[Plan]) -> Transport:
+        if self._transport is None:
+            return _NoTransport()
+        self._transport.begin(plans)
+        return self._transport
+
+    def _replays(self, plans: Sequence[Plan], stage: int, world: PrivateWorld | None) -> list[Replay]:
+        replays: dict[int, Replay] = {}
+        for plan in plans:
+            if id(plan) not in replays:
+                key = (plan.digest, stage, torch.is_grad_enabled())
+                if key not in self._scripts:
+                    self._scripts[key] = make_script(plan, stage)
+                replays[id(plan)] = Replay(self.module, self.planner.interceptor, self._scripts[key], world)
+        return [replays[id(plan)] for plan in plans]
+
+    def _agree(self, executor: PipelineExecutor) -> StepStatus:
+        status = StepStatus.FINE
+        if executor.failure is not None:
+            unplanned = isinstance(executor.failure, UnplannedCallError)
+            status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
+        if self._groups is not None:
+            status = StepStatus(self._groups.agree_on_worst(status))
+        if status is not StepStatus.FAILED:
+            return status
+        failure = executor.failure
+        if self._transport is not None:
+            self._transport.reset()
+        if self._groups is not None:
+            where = f"action {executor.failed_action}"
+            mine = None if failure is None else f"{where}\n{_describe(failure)}"
+            found = self._groups.gather(mine)
+            if failure is None or isinstance(failure, UnplannedCallError):
+                first = next(
+                    rank for rank, text in enumerate(found) if text is not None and "UnplannedCall" not in text
+                )
+                raise _remote_error(first, found[first])
+        if failure is None:
+            raise PipelineError("the step failed, but no rank said why")
+        failure.add_note(f"(rank {self.rank} of the pipeline, action {executor.failed_action})")
+        raise failure
+
+    def _share_state(self, names: Sequence[str], world: PrivateWorld | None) -> None:
+        if self.is_loss_owner and world is not None:
+            world.commit()
+        if self._groups is not None:
+            exported = export_state(self.module, names) if self.is_loss_owner else None
+            exported = self._groups.broadcast(exported, self.loss_owner)
+            if not self.is_loss_owner:
+                adopt_state(self.module, exported)
+
+    # ---- lockstep --------------------------------------------------------------------------------------------------
+    def _exchange(self) -> LockstepExchange:
+        groups, placement = self._groups, self.planner.placement
+        if groups is None or placement is None:
+            raise PartitionError("lockstep needs a placed pipeline of several ranks")
+        share: Callable[..., Any] = lambda value, source: groups.broadcast(value, source, lockstep=True)  # noqa: E731
+        return LockstepExchange(placement, self.stage_to_rank, self.rank, share)
+
+    def _run_in_lockstep(self, step: StepCall, microbatches: Sequence[Microbatch], finish: Finish) -> StepOutcome:
+        outputs = []
+        if self._groups is None:
+            outputs = [step(microbatch) for microbatch in microbatches]
+        else:
+            policy = LockstepPolicy(self.planner.interceptor, self._exchange(), self.is_loss_owner)
+            with self.planner.interceptor.installed(), self.planner.interceptor.policy(policy):
+                outputs = [step(microbatch) for microbatch in microbatches]
+        if self.is_loss_owner:
+            for microbatch, output in zip(microbatches, outputs, strict=True):
+                finish(microbatch, output)
+        return StepOutcome(outputs if self.is_loss_owner else None, lockstep=True)
+
+
+class _GradientBackup:
+    """Gradients as they were before a batch, for a batch that has to run again."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = list(parameters.values())
+        self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+
+    def undo(self) -> None:
+        for parameter, kept in zip(self._parameters, self._kept, strict=True):
+            parameter.grad = kept
+
+
+class _NoTransport:
+    """One rank has all stages, so nothing travels."""
+
+    def send_forward(self, stage: int, microbatch: int, values: Any) -> None:
+        raise PipelineError(f"stage {stage} would send although one rank has all stages")
+
+    send_backward = send_forward
+
+    def post_forward(self, stage: int, microbatch: int) -> None:
+        raise PipelineError(f"stage {stage} would receive although one rank has all stages")
+
+    post_backward = post_forward
+
+    def take_forward(self, stage: int, microbatch: int) -> Any:
+        raise PipelineError(f"stage {stage} would receive although one rank has all stages")
+
+    take_backward = take_forward
+
+    def finish(self) -> None:
+        """Nothing was sent."""
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _remote_error(rank: int, text: str) -> RankFailedError:
+    return RankFailedError(f"rank {rank} of the pipeline failed first, {text}")
