@@ -23,7 +23,7 @@ from d9d_lightning.strategy.runtime_bridge import make_engine
 from d9d_lightning.strategy.world import World
 from d9d_lightning.values import Microbatch, Placement
 
-__all__ = ["make_messenger", "norm_weights", "place_module", "shared_groups", "stage_parameters"]
+__all__ = ["agreed_seed", "make_messenger", "norm_weights", "place_module", "shared_groups", "stage_parameters"]
 
 
 def make_messenger(world: World, programs: Programs, device: torch.device) -> Messenger:
@@ -58,7 +58,7 @@ def place_module(
         rank=rank,
         options=options,
         sinks=find_sinks(module),
-        seed=agreed_seed(messenger),
+        device=messenger.device,
     )
     names = tuple(module.state_dict())
     step, microbatches = _sample(trainer, module, options, programs)
@@ -93,7 +93,7 @@ def _sample(
         args,
         lambda size: programs.choose_num_microbatches(size) if isinstance(count, str) else count,
         spec=options.batch_spec,
-        position=BatchPosition(0, 0, 0, 0),
+        position=BatchPosition(0, 0, 0, 0, 0),
     )
 
 

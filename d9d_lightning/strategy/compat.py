@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as gather_over
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for,
@@ -48,6 +49,7 @@ __all__ = [
     "ResultCollection",
     "SubprocessScriptLauncher",
     "TrainerFn",
+    "add_worker_init_fn",
     "check_versions",
     "collect_rng_states",
     "default_backend_for",

@@ -22,11 +22,17 @@ Sink = tuple[object, str]
 class Engine(Protocol):
     """What the strategy asks of ``d9d_lightning.runtime.pipeline.Pipeline``."""
 
-    is_loss_owner: bool
-    loss_owner: int
-    owned_parameters: Mapping[str, nn.Parameter]
-    parameter_owners: Mapping[str, tuple[int, ...]]
-    buffer_owners: Mapping[str, int]
+    @property
+    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters, shared ones included."""
+
+    @property
+    def parameter_owners(self) -> Mapping[str, tuple[int, ...]]:
+        """Pipeline ranks that hold each parameter; the first one saves and counts it."""
+
+    @property
+    def buffer_owners(self) -> Mapping[str, int]:
+        """Pipeline rank that updates each buffer."""
 
     def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Placement:
         """Decide which stage every unit lives on."""
@@ -42,7 +48,8 @@ class Engine(Protocol):
         *,
         finish: Callable[[Microbatch, Any], Tensor | None],
         observer: Any = None,
-        training: bool,
+        training: bool = True,
+        kind: str = "training_step",
     ) -> Any:
         """Run one batch."""
 
@@ -60,21 +67,23 @@ class BatchPosition:
     """Where a batch stands, for the random-number rule; equal on every rank of a pipeline.
 
     Attributes:
+        seed: The seed of the run.
         replica: Data-parallel rank.
         loop: 0 training, 1 validation, 2 test, 3 predict.
         dataloader: Index of the dataloader.
         batch: Batches that this loop has seen before.
     """
 
+    seed: int
     replica: int
     loop: int
     dataloader: int
     batch: int
 
     @property
-    def seed(self) -> tuple[int, ...]:
-        """The numbers that a microbatch carries."""
-        return (self.replica, self.loop, self.dataloader, self.batch)
+    def numbers(self) -> tuple[int, ...]:
+        """What a microbatch carries."""
+        return (self.seed, self.replica, self.loop, self.dataloader, self.batch)
 
 
 def split_batch(
@@ -94,7 +103,7 @@ def split_batch(
     """
     size, _ = find_batch_size(args[0], spec)
     split = cut_batch(args[0], num_microbatches(size or 1), spec)
-    seed = position.seed if position is not None else ()
+    seed = position.numbers if position is not None else ()
     pieces = zip(split.microbatches, split.sizes, strict=True)
     return [
         Microbatch(index=index, size=size, args=(piece, *args[1:]), seed=(*seed, index))

@@ -76,7 +76,7 @@ class EvaluationSteps:
         def run() -> None:
             program = session.programs.evaluation(len(microbatches))
             with torch.no_grad():
-                session.engine.run(step, microbatches, program, finish=finish, observer=None, training=False)
+                session.engine.run(step, microbatches, program, finish=finish, training=False, kind=step_name)
 
         if book is None:
             run()

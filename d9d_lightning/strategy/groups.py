@@ -19,6 +19,7 @@ __all__ = ["StrategyGroups", "create_groups"]
 
 PIPELINE_KINDS = ("pipeline_forward", "pipeline_backward", "pipeline_control", "pipeline_lockstep")
 DATA_KINDS = ("data_gradients", "data_metrics")
+GLOO_KINDS = ("pipeline_control", "world_control")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StrategyGroups:
         pipeline_lockstep: Broadcasts of unit outputs in lockstep mode.
         data_gradients: Gradient reduction over replicas of this stage.
         data_metrics: ``sync_dist`` and torchmetrics over replicas.
+        world_control: All processes; always gloo. Ends loaders together.
         processes: Global ranks of this pipeline, lowest first.
         replicas: Global ranks that hold the same stages, lowest first.
     """
@@ -42,6 +44,7 @@ class StrategyGroups:
     pipeline_lockstep: ProcessGroup
     data_gradients: ProcessGroup
     data_metrics: ProcessGroup
+    world_control: ProcessGroup
     processes: tuple[int, ...]
     replicas: tuple[int, ...]
 
@@ -59,7 +62,7 @@ def create_groups(axes: AxisSizes, global_rank: int, backend: str, timeout: time
     own: dict[str, ProcessGroup] = {}
 
     def create(kind: str, members: list[int]) -> None:
-        chosen = "gloo" if kind == "pipeline_control" else backend
+        chosen = "gloo" if kind in GLOO_KINDS else backend
         group = dist.new_group(members, timeout=timeout, backend=chosen, group_desc=f"d9d_{kind}")
         if global_rank in members:
             own[kind] = group
@@ -70,6 +73,7 @@ def create_groups(axes: AxisSizes, global_rank: int, backend: str, timeout: time
     for kind in DATA_KINDS:
         for pipeline, tensor in product(range(axes.pipeline), range(axes.tensor)):
             create(kind, _data_members(axes, pipeline, tensor))
+    create("world_control", list(range(axes.world)))
     return StrategyGroups(
         **own,
         processes=tuple(_pipeline_members(axes, here.data, here.tensor)),

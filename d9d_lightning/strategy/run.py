@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy.assembly import (
+    agreed_seed,
     make_messenger,
     norm_weights,
     place_module,
@@ -26,6 +27,7 @@ from d9d_lightning.strategy.clip import bind_clipping
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
 from d9d_lightning.strategy.hooks import HookWrappers
+from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
 from d9d_lightning.strategy.metrics import bind_metrics
@@ -114,6 +116,12 @@ class Run:
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
+    def wrap_loader(self, loader: Any) -> Any:
+        """Loader that gives all ranks the same number of batches; collective."""
+        groups = self._world.groups
+        world = groups.world_control if groups is not None else None
+        return wrap_loader(loader, self._messenger, world, broadcast=self._options.broadcast_batches)
+
     def place(self, optimizers: Sequence[Optimizer]) -> None:
         """Give this rank its part of the module and of the optimizers; collective the first time."""
         refuse_optimizers(self._module, optimizers)
@@ -138,6 +146,7 @@ class Run:
             self.placed.engine,
             self._programs,
             self._messenger,
+            agreed_seed(self._messenger),
             self._world.position.data,
             self._world.axes.data,
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
+from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.runtime.pipeline import Pipeline
 from d9d_lightning.strategy.engine import Engine, Sink
+from d9d_lightning.strategy.mesh import process_of_rank
+from d9d_lightning.strategy.metrics import module_metrics
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.world import World
@@ -24,19 +27,31 @@ def make_engine(
     rank: int,
     options: StrategyOptions,
     sinks: Sequence[Sink],
-    seed: int,
+    device: torch.device,
 ) -> Engine:
     """Pipeline of this rank, not yet placed."""
-    runtime: Any = importlib.import_module("d9d_lightning.runtime.pipeline")
-    engine: Engine = runtime.Pipeline(
+    return Pipeline(
         module,
         stage_to_rank=programs.stage_to_rank,
         rank=rank,
         size=programs.size,
-        groups=None,
+        groups=_runtime_groups(world, programs),
         units=options.units,
         split_points=options.split_points,
         sinks=sinks,
-        seed=seed,
+        silenced=list(module_metrics(module).values()),
+        device=device,
     )
-    return engine
+
+
+def _runtime_groups(world: World, programs: Programs) -> PipelineGroups | None:
+    groups = world.groups
+    if groups is None or programs.size == 1:
+        return None
+    return PipelineGroups(
+        forward=groups.pipeline_forward,
+        backward=groups.pipeline_backward,
+        control=groups.pipeline_control,
+        lockstep=groups.pipeline_lockstep,
+        process_of=tuple(process_of_rank(rank, programs.size, programs.loss_owner) for rank in range(programs.size)),
+    )

@@ -32,6 +32,7 @@ class Session:
         engine: The pipeline.
         programs: Programs of the schedule.
         messenger: From the loss owner to the other ranks of its pipeline.
+        seed: Seed of the random-number rule.
         replica: Data-parallel rank.
         replicas: Number of data-parallel replicas.
     """
@@ -43,6 +44,7 @@ class Session:
     engine: Engine
     programs: Programs
     messenger: Messenger
+    seed: int
     replica: int
     replicas: int
     _num_microbatches: int | None = None
@@ -74,7 +76,7 @@ class Session:
 
     def position(self, loop: int, dataloader: int, batch: int) -> BatchPosition:
         """Position of a batch, for the random-number rule."""
-        return BatchPosition(self.replica, loop, dataloader, batch)
+        return BatchPosition(self.seed, self.replica, loop, dataloader, batch)
 
     def someone_reads(self, hook: str) -> bool:
         """Whether the module or a callback that is not Lightning's own gets the outputs of a step in ``hook``."""

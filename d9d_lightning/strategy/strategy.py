@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.schedule import PipelineProgramBuilder
@@ -178,6 +179,14 @@ class D9DStrategy(ParallelStrategy):
         if module is not None and module.trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": world.axes.data, "rank": world.position.data}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers by replica, and make loaders of all ranks end together."""
+        world = self._joined
+        if isinstance(dataloader, DataLoader):
+            # Lightning would seed by global rank, and every rank of a pipeline would see other augmentations
+            compat.add_worker_init_fn(dataloader, world.position.data)
+        return self._running.wrap_loader(dataloader)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 

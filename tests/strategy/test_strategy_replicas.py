@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import lightning as L
 import pytest
 import torch
@@ -106,3 +108,26 @@ def test_predict_loses_no_sample_with_replicas():
     predicted = torch.cat(trainer.predict(module, make_loader(22, 6)))
     expected = module.net(make_loader().dataset.tensors[0])
     torch.testing.assert_close(predicted, expected)
+
+
+class Uneven(torch.utils.data.IterableDataset):
+    """One sample more on every further rank, and no length."""
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        yield from ((torch.ones(4), torch.tensor(0)) for _ in range(8 + 4 * rank))
+
+
+@distributed(ranks=2, init_group=False)
+def test_uneven_loaders_end_together():
+    """Replicas with 2 and 3 batches, with and without a length, both train on 2."""
+    for kind in ("length", "no length"):
+        module = Classifier()
+        if kind == "no length":
+            loader = torch.utils.data.DataLoader(Uneven(), batch_size=4)
+        else:
+            loader = make_loader(8 + 4 * int(os.environ["RANK"]), 4)
+        strategy = pipeline(data_parallel_size=2, num_microbatches=1)
+        trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False, **QUIET)
+        trainer.fit(module, loader)
+        assert trainer.global_step == 2, kind
