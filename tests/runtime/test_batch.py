@@ -178,6 +178,14 @@ def test_transposed_images_and_numbers_are_samples() -> None:
     assert [len(part[0]) for part in split.microbatches] == [2, 2]
 
 
+def test_names_beside_clips_tell_samples_from_frames() -> None:
+    """Lists of frames in a list of clips are cut by clip where another list has one entry for each clip."""
+    clips = [[rows(1 + clip + frame, 2) for frame in range(3)] for clip in range(4)]
+    split = split_batch({"clips": clips, "names": list("abcd")}, 2)
+    assert split.size == 4
+    assert [len(part["clips"]) for part in split.microbatches] == [2, 2]
+
+
 def test_numpy_arrays_are_cut_beside_tensors() -> None:
     """Arrays with one row a sample, numeric or not, are cut like tensors and lists."""
     names = np.array(["a", "b", "c", "d"], dtype=object)
