@@ -8,6 +8,7 @@ always, in the group of data-parallel replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ class MetricStates:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._sent: dict[str, int] = {}
+        self._sent: dict[str, _Version] = {}
 
     def share(self, messenger: Messenger) -> None:
         """Give every rank the owner's states; collective over the pipeline."""
@@ -94,9 +95,30 @@ class MetricStates:
     def _changed(self, metrics: dict[str, Metric]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
         changed = {}
         for name, metric in metrics.items():
-            # a reset sets the count back, so any difference means that the state is not what the others have
-            if isinstance(metric, Metric) and self._sent.get(name) != metric._update_count:
-                states = {attribute: getattr(metric, attribute) for attribute in metric._defaults}
+            states = {attribute: getattr(metric, attribute) for attribute in metric._defaults}
+            now = _Version.of(metric._update_count, states)
+            if now != self._sent.get(name):
                 changed[name] = (metric._update_count, metric._forward_cache, states)
-                self._sent[name] = metric._update_count
+                self._sent[name] = now
         return changed
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Tells whether states are still those that were sent, without a look at their values.
+
+    The count alone does not: after a reset and as many updates as before it is the same.
+    """
+
+    count: int
+    marks: tuple[tuple[int, int], ...]
+    # kept alive, so that no other tensor gets the same id
+    tensors: tuple[Tensor, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, count: int, states: dict[str, Any]) -> _Version:
+        """Version of the states of one metric."""
+        tensors: list[Tensor] = []
+        for value in states.values():
+            tensors += value if isinstance(value, list) else [value]
+        return cls(count, tuple((id(tensor), tensor._version) for tensor in tensors), tuple(tensors))

@@ -1,0 +1,60 @@
+"""Two processes, one pipeline: everything a user sees equals one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from strategy_cases import fit, largest_difference, make_loader, pipeline
+
+from d9d_lightning.testing import run_distributed
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def fit_pipeline(folder: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> dict[str, Any]:
+    """Train on a pipeline; what this rank saw, and the checkpoint on disk."""
+    _, trainer, seen = fit(pipeline(**options), val=make_loader(), devices=2, **trainer_options)
+    trainer.save_checkpoint(f"{folder}/two.ckpt")
+    return {
+        "losses": seen.losses,
+        "metrics": seen.metrics,
+        "callback": numbers(trainer.callback_metrics),
+        "logged": numbers(trainer.logged_metrics),
+        "bar": numbers(trainer.progress_bar_metrics),
+        "step": trainer.global_step,
+        "rank": (trainer.strategy.root_device.type, trainer.is_global_zero),
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "accumulate"), [("zbv", 1), ("zbv", 3), ("1f1b", 1), ("gpipe", 2)], ids=lambda v: str(v)
+)
+def test_a_pipeline_of_two_equals_one_device(tmp_path, schedule, accumulate):
+    """Parameters, losses and all metrics of every batch equal one device's, on both ranks."""
+    trainer_options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    first, second = run_distributed(
+        fit_pipeline, 2, (str(tmp_path), {"schedule": schedule}, trainer_options), init_group=False
+    )
+    plain, trainer, seen = fit("auto", val=make_loader(), **trainer_options)
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(plain.state_dict())
+    assert largest_difference(saved["state_dict"], plain.state_dict()) < 5e-6
+    for ours in (first, second):
+        assert ours["losses"] == pytest.approx(seen.losses, abs=2e-6)
+        for one, other in zip(ours["metrics"], seen.metrics, strict=True):
+            assert one == pytest.approx(other, abs=2e-6)
+        assert ours["callback"] == pytest.approx(numbers(trainer.callback_metrics), abs=2e-6)
+        assert ours["logged"] == pytest.approx(numbers(trainer.logged_metrics), abs=2e-6)
+        assert ours["bar"] == pytest.approx(numbers(trainer.progress_bar_metrics), abs=2e-6)
+        assert ours["step"] == trainer.global_step
+    expected = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    assert saved["optimizer_states"][0]["param_groups"] == expected["param_groups"]
+    for identifier, state in expected["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(
+                saved["optimizer_states"][0]["state"][identifier][key], value, rtol=1e-4, atol=1e-6
+            )
