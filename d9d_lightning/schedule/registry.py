@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 from d9d_lightning.errors import ScheduleError
 from d9d_lightning.schedule.builder import PipelineProgramBuilder
+from d9d_lightning.schedule.costs import UNIT_COSTS, Costs
+from d9d_lightning.schedule.families.auto import AutomaticProgramBuilder
 from d9d_lightning.schedule.families.dualpipev import DualPipeVProgramBuilder
 from d9d_lightning.schedule.families.forward_only import ForwardOnlyProgramBuilder
 from d9d_lightning.schedule.families.gpipe import GPipeProgramBuilder
 from d9d_lightning.schedule.families.interleaved_1f1b import Interleaved1F1BProgramBuilder
 from d9d_lightning.schedule.families.looped_bfs import LoopedBFSProgramBuilder
 from d9d_lightning.schedule.families.one_f_one_b import OneForwardOneBackwardProgramBuilder
+from d9d_lightning.schedule.families.v_half import VHalfProgramBuilder
+from d9d_lightning.schedule.families.v_min import VMinProgramBuilder
 from d9d_lightning.schedule.families.zb1p import InterleavedZeroBubbleProgramBuilder
 from d9d_lightning.schedule.families.zb_h1 import ZeroBubbleH1ProgramBuilder
 from d9d_lightning.schedule.families.zb_h2 import ZeroBubbleH2ProgramBuilder
@@ -30,8 +34,11 @@ SCHEDULES: dict[str, Callable[..., PipelineProgramBuilder]] = {
     "zb_h2": ZeroBubbleH2ProgramBuilder,
     "zb1p": InterleavedZeroBubbleProgramBuilder,
     "zbv": ZeroBubbleVPipelineProgramBuilder,
+    "v_half": VHalfProgramBuilder,
+    "v_min": VMinProgramBuilder,
     "dualpipev": DualPipeVProgramBuilder,
     "forward_only": ForwardOnlyProgramBuilder,
+    "auto": AutomaticProgramBuilder,
 }
 """Name to builder class. A new family is one file and one line here."""
 
@@ -40,7 +47,13 @@ _LOOPED = ("looped_bfs", "interleaved_1f1b", "zb1p")
 
 
 def make_builder(
-    name: str, *, stages_per_rank: int | None = None, style: ScheduleStyle | None = None
+    name: str,
+    *,
+    stages_per_rank: int | None = None,
+    style: ScheduleStyle | None = None,
+    costs: Costs | None = None,
+    max_activations: float | None = None,
+    barrier: bool = False,
 ) -> PipelineProgramBuilder:
     """Builder of a schedule.
 
@@ -48,6 +61,9 @@ def make_builder(
         name: A key of :data:`SCHEDULES`.
         stages_per_rank: Number of stages per rank, where the family leaves a choice; the family's own by default.
         style: Placement, for ``forward_only``.
+        costs: Costs of the actions of one stage, for ``auto``; a fixed schedule does not look at them.
+        max_activations: The most that a rank may hold, in stage activations, for ``auto``.
+        barrier: For ``auto``: make ``span`` short if true, else ``cost``.
 
     Raises:
         ScheduleError: An unknown name, or a number of stages or a placement that the family does not take.
@@ -57,6 +73,10 @@ def make_builder(
     options: dict[str, object] = {}
     if name == "forward_only":
         options = {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
+    elif name == "auto":
+        default = 2 if style is ScheduleStyle.v else 1
+        options = {"stages_per_rank": stages_per_rank or default, "costs": costs or UNIT_COSTS}
+        options |= {"max_activations": max_activations, "barrier": barrier}
     elif name in _LOOPED and stages_per_rank is not None:
         options = {"stages_per_rank": stages_per_rank}
     builder = SCHEDULES[name](**options)
@@ -77,6 +97,9 @@ def build_program(
     num_microbatches: int,
     stages_per_rank: int | None = None,
     style: ScheduleStyle | None = None,
+    costs: Costs | None = None,
+    max_activations: float | None = None,
+    barrier: bool = False,
 ) -> Program:
     """Program of a schedule.
 
@@ -86,6 +109,9 @@ def build_program(
         num_microbatches: Number of microbatches of one step.
         stages_per_rank: Number of stages per rank, where the family leaves a choice.
         style: Placement, for ``forward_only``.
+        costs: Costs of the actions of one stage, for ``auto``.
+        max_activations: The most that a rank may hold, in stage activations, for ``auto``.
+        barrier: For ``auto``: make ``span`` short if true, else ``cost``.
 
     Raises:
         ScheduleError: An unknown name, or numbers that the family does not take; says which and what to use instead.
@@ -93,7 +119,15 @@ def build_program(
     builder = schedule
     name = ""
     if isinstance(builder, str):
-        name, builder = builder, make_builder(builder, stages_per_rank=stages_per_rank, style=style)
+        name = builder
+        builder = make_builder(
+            name,
+            stages_per_rank=stages_per_rank,
+            style=style,
+            costs=costs,
+            max_activations=max_activations,
+            barrier=barrier,
+        )
     if num_microbatches < 1 or pp_size < 1:
         raise ScheduleError(
             f"a program needs at least 1 microbatch and 1 rank, got num_microbatches={num_microbatches} and "

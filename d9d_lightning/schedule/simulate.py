@@ -12,7 +12,7 @@ from d9d_lightning.schedule.costs import UNIT_COSTS, Costs, StageCosts
 from d9d_lightning.schedule.engine import Interval, run_in_order
 from d9d_lightning.schedule.program import Program
 
-__all__ = ["Idle", "Simulation", "TimedAction", "simulate"]
+__all__ = ["Idle", "Simulation", "TimedAction", "measure_orders", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,16 @@ def simulate(program: Program, costs: Costs = UNIT_COSTS, *, check: bool = True)
     )
     peaks = tuple(_peak(order, stage_costs) for order in program.compute_actions)
     return Simulation(program, stage_costs, tuple(map(tuple, times)), peaks, costs.optimizer_barrier)
+
+
+def measure_orders(
+    orders: Sequence[Sequence[ActionBase]], stage_to_rank: Sequence[int], costs: StageCosts
+) -> tuple[float, float, float]:
+    """(span, cost, largest peak of held activations) of compute actions that are known to be whole and in order."""
+    times = run_in_order(orders, dict(enumerate(stage_to_rank)), costs.duration, costs.communication)
+    first, last = [spans[0][0] for spans in times], [spans[-1][1] for spans in times]
+    cost = max(end - start for start, end in zip(first, last, strict=True))
+    return max(last) - min(first), cost, max(_peak(order, costs) for order in orders)
 
 
 def _peak(order: Sequence[ActionBase], costs: StageCosts) -> float:
