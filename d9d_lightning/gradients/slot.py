@@ -49,6 +49,7 @@ class GradientSlot:
         self.touched = False
         self._original_dtype = parameter.grad_dtype
         self._alias: torch.Tensor | None = None
+        self._handed: torch.Tensor | None = None
         self._range: BufferRange | None = None
 
     @property
@@ -76,6 +77,7 @@ class GradientSlot:
         local = local_tensor(self.parameter)
         self._range = BufferRange(offset, tuple(local.shape), dense_stride(local))
         self._alias = _alias(buffer, self._range)
+        self._handed = None
         if self.parameter.grad is not None:
             self._take()
             self.touched = True
@@ -102,7 +104,7 @@ class GradientSlot:
         """Leave the parameter as it was before bind, without a gradient."""
         self.parameter.grad = None
         self.parameter.grad_dtype = self._original_dtype
-        self._alias = None
+        self._alias = self._handed = None
 
     def zero(self, buffer: torch.Tensor | None, set_to_none: bool) -> None:
         """Drop the gradient; with a buffer and not ``set_to_none``, put zeros of the buffer in its place."""
@@ -143,22 +145,29 @@ class GradientSlot:
         """Make ``parameter.grad`` an alias of the buffer's range."""
         if self._range is None:
             return
-        # A new alias each time: one that the user repointed by ``grad.data = ...`` must not come back.
-        gradient = wrap_like(_alias(buffer, self._range), self.parameter)
-        if self.parameter.grad_dtype != self.dtype:
+        # The alias given out last will do, unless the user repointed it by ``grad.data = ...``.
+        if self._handed is None or not self._lies_in_buffer(self._handed):
+            self._handed = wrap_like(_alias(buffer, self._range), self.parameter)
+        gradient = self.parameter.grad
+        if gradient is self._handed:
+            return
+        if gradient is not None and gradient.dtype != self.dtype:
             self.parameter.grad = None
-            self.parameter.grad_dtype = self.dtype
-        self.parameter.grad = gradient
+        self.restore_dtype()
+        self.parameter.grad = self._handed
 
     def _is_attached(self) -> bool:
-        if self.parameter.grad is None or self._alias is None:
-            return False
-        local = local_tensor(self.parameter.grad)
+        gradient = self.parameter.grad
+        return gradient is not None and self._lies_in_buffer(gradient)
+
+    def _lies_in_buffer(self, gradient: torch.Tensor) -> bool:
+        local, alias = local_tensor(gradient), self._alias
         return (
-            local.layout == torch.strided
-            and local.data_ptr() == self._alias.data_ptr()
-            and local.dtype == self._alias.dtype
-            and local.stride() == self._alias.stride()
+            alias is not None
+            and local.layout == torch.strided
+            and local.data_ptr() == alias.data_ptr()
+            and local.dtype == alias.dtype
+            and local.stride() == alias.stride()
         )
 
     def _take(self) -> None:
@@ -170,8 +179,7 @@ class GradientSlot:
         if gradient.is_cuda:
             # The allocator must not reuse it on its own stream while this one still reads.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        with torch.no_grad():
-            self._alias.copy_(gradient)
+        self._alias.copy_(gradient.detach())
 
 
 def _alias(buffer: torch.Tensor, place: BufferRange) -> torch.Tensor:
