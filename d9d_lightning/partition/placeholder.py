@@ -232,7 +232,7 @@ def cured_afterwards() -> Iterator[None]:
 
 
 class ReplayCut(BaseException):
-    """Ends a replay that has nothing left to do; a BaseException, so that ``except Exception`` of the step lets it by."""
+    """Ends a replay that has nothing left to do; no ``except Exception`` of the step catches it."""
 
 
 _CUT_ON_READ = False

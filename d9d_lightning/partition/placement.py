@@ -105,14 +105,15 @@ def place_units(
 
 
 def _house_uncalled(stage_of: dict[str, int], units: Mapping[str, nn.Module], num_stages: int) -> None:
-    held = [0] * num_stages
-    for unit, stage in stage_of.items():
-        held[stage] += parameter_count(units[unit])
+    """A unit that the first batch does not call lives with the one registered before it.
+
+    Heads of other tasks stand after the trunk that they read, so a later batch that calls them finds values flowing
+    forward.
+    """
+    called = [unit for unit in units if unit in stage_of]
+    stage = stage_of[called[0]] if called else num_stages - 1
     for unit in units:
-        if unit not in stage_of:
-            stage = min(range(num_stages), key=lambda s: (held[s], s))
-            stage_of[unit] = stage
-            held[stage] += parameter_count(units[unit])
+        stage = stage_of.setdefault(unit, stage)
 
 
 def _given_cuts(groups: list[list[str]], split_points: Sequence[str], num_stages: int) -> list[int]:

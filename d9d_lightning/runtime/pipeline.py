@@ -199,7 +199,7 @@ class Pipeline:
                     raise
                 self._lockstep_kinds.add(kind)
                 return self._run_in_lockstep(step, microbatches, finish)
-            outcome = self._run_once(step, microbatches, program, plans, finish, observer)
+            outcome = self._run_once(step, microbatches, program, plans, finish, observer, attempt > 0)
             if outcome is not None:
                 return outcome
             if restore is not None:
@@ -261,6 +261,7 @@ class Pipeline:
         plans: list[Plan],
         finish: Finish,
         observer: Observer | None,
+        fresh: bool,
     ) -> StepOutcome | None:
         outputs: list[Any] = [None] * len(microbatches)
 
@@ -277,7 +278,7 @@ class Pipeline:
         executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
         with self.planner.interceptor.installed():
             executor.run()
-        status = self._agree(executor)
+        status = self._agree(executor, fresh)
         if status is StepStatus.UNPLANNED:
             return None
         if names:
@@ -300,10 +301,10 @@ class Pipeline:
                 replays[id(plan)] = Replay(self.module, self.planner.interceptor, self._scripts[key], world)
         return [replays[id(plan)] for plan in plans]
 
-    def _agree(self, executor: PipelineExecutor) -> StepStatus:
+    def _agree(self, executor: PipelineExecutor, fresh: bool) -> StepStatus:
         status = StepStatus.FINE
         if executor.failure is not None:
-            unplanned = isinstance(executor.failure, UnplannedCallError)
+            unplanned = isinstance(executor.failure, UnplannedCallError | PlaceholderReadError) and not fresh
             status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
         if self._groups is not None:
             status = StepStatus(self._groups.agree_on_worst(status))
@@ -316,10 +317,8 @@ class Pipeline:
             where = f"action {executor.failed_action}"
             mine = None if failure is None else f"{where}\n{_describe(failure)}"
             found = self._groups.gather(mine)
-            if failure is None or isinstance(failure, UnplannedCallError):
-                first = next(
-                    rank for rank, text in enumerate(found) if text is not None and "UnplannedCall" not in text
-                )
+            if failure is None:
+                first = next(rank for rank, text in enumerate(found) if text is not None)
                 raise _remote_error(first, found[first])
         if failure is None:
             raise PipelineError("the step failed, but no rank said why")

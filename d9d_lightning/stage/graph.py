@@ -82,7 +82,7 @@ class Cut:
         weight_roots: For each root, the group of its node if that is on the weight side, else None.
         group_sizes: For each group, the number of its forks and roots.
         keeps_graph: Some fork is run a second time and needs its saved tensors until then.
-        watched: Numbers of the nodes whose saved tensors are read outside of the input pass.
+        watched: Numbers of the nodes that run outside of the input pass and have saved tensors.
         obstacle: Why this graph cannot be cut; None if it can.
     """
 
@@ -235,7 +235,7 @@ def saved_names(kind: type) -> tuple[str, ...]:
 
 def _find_watched(entries: Sequence[Any], leading: set[int], forks: Sequence[Fork]) -> tuple[int, ...]:
     aside = [number for number in range(len(entries)) if number not in leading]
-    outside = [fork.position for fork in forks if fork.kind is not ForkKind.PYTHON] + aside
+    outside = [fork.position for fork in forks if fork.kind is ForkKind.RUN] + aside
     return tuple(n for n in outside if not isinstance(entries[n], str) and _saves_tensors(entries[n][0]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from d9d_lightning.partition.units import canonical_units, split_largest, split_
 from d9d_lightning.stage.replay import StepCall
 from d9d_lightning.values import Microbatch, Placement, Plan, Trace, UnitCall
 
-__all__ = ["Planner", "Signature", "signature_of"]
+__all__ = ["Planner", "Signature", "content_of", "signature_of"]
 
 Signature = tuple[Any, ...]
 
@@ -33,6 +34,20 @@ def signature_of(root: nn.Module, microbatch: Microbatch) -> Signature:
     trained = tuple([p.requires_grad for p in root.parameters()])
     modes = tuple([m.training for m in root.modules()])
     return (constant_key(template), shapes, hash(trained), hash(modes), torch.is_grad_enabled())
+
+
+def content_of(microbatch: Microbatch) -> str:
+    """A digest of everything the step is given."""
+    template, tensors = flatten((microbatch.args, dict(microbatch.kwargs)))
+    text = hashlib.sha256(repr(template).encode())
+    for tensor in tensors:
+        dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        text.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return text.hexdigest()
+
+
+_PATIENCE = 4
+"""Plans of one signature that may turn out wrong before the content of the batch becomes part of the signature."""
 
 
 class Planner:
@@ -74,7 +89,8 @@ class Planner:
         self.notes: list[str] = []
         self.exchange: Exchange | None = None
         self.agree: Callable[[bool], bool] = bool
-        self._plans: dict[tuple[str, Signature], Plan] = {}
+        self._plans: dict[Signature, Plan] = {}
+        self._voided: dict[Signature, int] = {}
         self._num_plans = 0
 
     def trace(self, step: StepCall, microbatch: Microbatch) -> Trace:
@@ -202,7 +218,11 @@ class Planner:
         placement = self.placement
         if placement is None:
             raise PartitionError("place() must come before plan()")
-        key = (kind, signature_of(self.root, microbatch))
+        key: Signature = (kind, signature_of(self.root, microbatch))
+        if fresh:
+            self._voided[key] = self._voided.get(key, 0) + 1
+        if self._voided.get(key, 0) > _PATIENCE:
+            key = (*key, content_of(microbatch))
         plan = None if fresh else self._plans.get(key)
         if plan is None:
             plan = make_plan(self.root, self.units, self.trace(step, microbatch), placement)

@@ -30,8 +30,12 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from d9d_lightning.errors import StageGradientError
 from d9d_lightning.stage.graph import Cut, Edge, ForkKind, Walk, find_cut, saved_names, walk_graph
 from d9d_lightning.stage.weight_pass import Arrival, ForkPlan, WeightPass
+from d9d_lightning.stage.weight_rules import HookedTensorError
 
 __all__ = ["WeightPass", "full_backward", "split_backward"]
+
+
+_HOOKED = "saved tensors have hooks (activation checkpointing or offloading), which a second pass would run again"
 
 
 def split_backward(
@@ -63,8 +67,9 @@ def split_backward(
     walk = walk_graph(edges, [get_gradient_edge(tensor).node for tensor in wanted])
     cut = find_cut(walk.signature)
     obstacle = _find_obstacle(walk, cut)
-    if obstacle is not None:
-        return full_backward(roots, root_gradients, inputs), WeightPass(reason=obstacle)
+    plans = [] if obstacle else _plan_forks(walk, cut)
+    if obstacle or plans is None:
+        return full_backward(roots, root_gradients, inputs), WeightPass(reason=obstacle or _HOOKED)
     weight_roots = [
         # a copy: below a view autograd would adopt the caller's memory as .grad
         (group, GradientEdge(node, slot), gradient.clone())
@@ -73,7 +78,13 @@ def split_backward(
     ]
     leading = [pair for pair, group in zip(live, cut.weight_roots, strict=True) if group is None]
     arrivals: list[Arrival] = []
-    found = iter(_run_input_pass(walk, cut, leading, wanted, arrivals))
+    nodes = [walk.nodes[fork.position] for fork in cut.forks]
+    handles = [plan.listen(node, arrivals) for plan, node in zip(plans, nodes, strict=True)]
+    try:
+        found = iter(_run_input_pass(leading, wanted, cut.keeps_graph))
+    finally:
+        for handle in handles:
+            handle.remove()
     gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
     return gradients, WeightPass(arrivals, weight_roots, cut.group_sizes)
 
@@ -134,27 +145,23 @@ def _edge_of(tensor: Tensor) -> Edge:
 
 
 def _run_input_pass(
-    walk: Walk,
-    cut: Cut,
-    leading: Sequence[tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    arrivals: list[Arrival],
+    leading: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], keeps_graph: bool
 ) -> Sequence[Tensor | None]:
-    """Run the nodes that lead to inputs, each once, and record what arrives at the forks."""
+    """Run the nodes that lead to inputs, each once."""
     if not leading:
         return [None] * len(inputs)
     roots, gradients = zip(*leading, strict=True)
-    handles = []
+    return _engine_run_backward(
+        roots, gradients, keeps_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+def _plan_forks(walk: Walk, cut: Cut) -> list[ForkPlan] | None:
+    """Read what the forks have saved, while the graph is whole; None if that would run somebody's hook."""
     try:
-        for fork in cut.forks:
-            handles.append(ForkPlan(fork, walk.nodes).listen(walk.nodes[fork.position], arrivals))
-        found = _engine_run_backward(
-            roots, gradients, cut.keeps_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+        return [ForkPlan(fork, walk.nodes) for fork in cut.forks]
+    except HookedTensorError:
+        return None
 
 
 def _find_obstacle(walk: Walk, cut: Cut) -> str | None:
@@ -163,14 +170,7 @@ def _find_obstacle(walk: Walk, cut: Cut) -> str | None:
         return cut.obstacle
     if any(fork.kind is ForkKind.PYTHON for fork in cut.forks) and not _python_functions_compute_everything():
         return "this version of torch lets a custom autograd.Function compute only some of its gradients"
-    for position in cut.watched:
-        node = walk.nodes[position]
-        if _has_hooked_tensor(node):
-            return (
-                f"the tensors saved for {node.name()} have hooks (activation checkpointing or offloading), which a "
-                "second pass would run again"
-            )
-    return None
+    return _HOOKED if any(_has_hooked_tensor(walk.nodes[position]) for position in cut.watched) else None
 
 
 def _has_hooked_tensor(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d9d_lightning.errors import PlaceholderReadError, StageGradientError
+from d9d_lightning.errors import PlaceholderReadError, StageGradientError, UnplannedCallError
 from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.stage.replay import Replay, StepCall
 from d9d_lightning.stage.split_backward import WeightPass, full_backward, split_backward
@@ -87,7 +87,25 @@ class PipelineStage:
             loss = self._finish_step(microbatch, result.output) if script.is_loss_owner else None
         if torch.is_grad_enabled():
             self._graphs[microbatch] = _Graph(inputs, made, loss)
-        return {value: (made[value] if value in made else received[value]).detach() for value in sends}
+        return {value: self._checked(script.plan, value, made, received) for value in sends}
+
+    def _checked(
+        self, plan: Plan, value: ValueId, made: Mapping[ValueId, Tensor], received: Mapping[ValueId, Tensor]
+    ) -> Tensor:
+        if value not in made:
+            return received[value]
+        tensor, spec = made[value], plan.spec(value)
+        if (
+            tuple(tensor.shape) != spec.shape
+            or tensor.dtype != spec.dtype
+            or tensor.requires_grad != spec.requires_grad
+        ):
+            call = plan.trace.calls[value.call]
+            raise UnplannedCallError(
+                f"unit {call.unit!r} made a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, "
+                f"requires_grad={tensor.requires_grad}; the plan has {spec.shape}, {spec.dtype}, {spec.requires_grad}"
+            )
+        return tensor.detach()
 
     def _hand_over(
         self, plan: Plan, received: Mapping[ValueId, Tensor]

@@ -59,16 +59,18 @@ class ForkPlan:
         return handle  # type: ignore[no-any-return]
 
     def gradients(self, given: Gradients, computed: Gradients, scratch: Scratch) -> Gradients:
-        """One gradient for each slot."""
+        """One gradient for each slot, that nobody else owns."""
         if self.rule is not None:
             if given[0] is None:
                 return [None] * len(self.slots)
-            return self.rule.gradients(self.saved, self.slots, given[0], scratch)
-        if self.node is None or all(gradient is not None for gradient in computed):
+            results = self.rule.gradients(self.saved, self.slots, given[0], scratch)
+        elif self.node is not None and any(gradient is None for gradient in computed):
+            outcome = self.node(*given)
+            results = outcome if isinstance(outcome, tuple) else (outcome,)
+            results = [results[slot] for slot in self.slots]
+        else:
             return computed
-        result = self.node(*given)
-        result = result if isinstance(result, tuple) else (result,)
-        return [result[slot] for slot in self.slots]
+        return [_settle(result, edge, given) for result, edge in zip(results, self.edges, strict=True)]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were read from the graph."""
@@ -168,7 +170,7 @@ class _Descent:
         gradients = plan.gradients(arrival.given, arrival.computed, self._scratch)
         for edge, gradient in zip(plan.edges, gradients, strict=True):
             if gradient is not None:
-                self._parts[plan.group].append((edge, _disown(_fit(gradient, edge), arrival.given)))
+                self._parts[plan.group].append((edge, gradient))
                 self._num_bytes += gradient.nbytes
         self._complete(plan.group)
 
@@ -189,16 +191,16 @@ class _Descent:
             self._scratch.recycle()
 
 
-def _fit(gradient: Tensor, edge: GradientEdge) -> Tensor:
-    """Reduce a gradient to the shape and type that the edge expects, as the engine does between two nodes."""
-    expected = edge.node._input_metadata[edge.output_nr]
-    if gradient.shape != expected.shape:
-        gradient = gradient.sum_to_size(expected.shape)
-    if gradient.dtype != expected.dtype:
-        if gradient.is_complex() and not expected.dtype.is_complex:
-            gradient = gradient.real
-        gradient = gradient.to(expected.dtype)
-    return gradient
+def _settle(gradient: Tensor | None, edge: GradientEdge, given: Gradients) -> Tensor | None:
+    """Make a gradient real where the edge is, and its memory its own; the engine reduces and casts it."""
+    if gradient is None:
+        return None
+    if gradient.is_complex() and not edge.node._input_metadata[edge.output_nr].dtype.is_complex:
+        gradient = gradient.real
+    if not _shares_memory(gradient, given):
+        return gradient
+    reduced = gradient.sum_to_size(edge.node._input_metadata[edge.output_nr].shape)
+    return reduced.clone() if _shares_memory(reduced, given) else reduced
 
 
 def _select(computed: Gradients, given: Gradients, slots: Sequence[int]) -> Gradients:
@@ -207,20 +209,18 @@ def _select(computed: Gradients, given: Gradients, slots: Sequence[int]) -> Grad
     for slot in slots:
         gradient = computed[slot]
         others = (*given, *computed[:slot], *computed[slot + 1 :])
-        found.append(None if gradient is None else _disown(gradient, others))
+        found.append(gradient.clone() if gradient is not None and _shares_memory(gradient, others) else gradient)
     return found
 
 
-def _disown(gradient: Tensor, others: Iterable[Tensor | None]) -> Tensor:
-    """Copy a gradient that shares memory with another one.
+def _shares_memory(gradient: Tensor, others: Iterable[Tensor | None]) -> bool:
+    """Whether a gradient must be copied before it goes down to a weight.
 
     Below a view autograd adopts a gradient's memory as ``.grad`` and later adds to it in place; the other tensor may
     still be on its way to the previous stage.
     """
     if gradient.layout is not torch.strided:
-        return gradient
+        return False
     memory = gradient.untyped_storage().data_ptr()
-    for other in others:
-        if other is not None and other.layout is torch.strided and other.untyped_storage().data_ptr() == memory:
-            return gradient.clone()
-    return gradient
+    strided = (other for other in others if other is not None and other.layout is torch.strided)
+    return any(other.untyped_storage().data_ptr() == memory for other in strided)

@@ -21,10 +21,14 @@ from torch import Tensor
 
 from d9d_lightning.stage.scratch import Scratch
 
-__all__ = ["WEIGHT_RULES", "WeightRule"]
+__all__ = ["WEIGHT_RULES", "HookedTensorError", "WeightRule"]
 
 Saved = tuple[Any, ...]
 Slots = tuple[int, ...]
+
+
+class HookedTensorError(Exception):
+    """Reading a saved tensor would run user code: a hook that recomputes or loads it. Never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +37,20 @@ class WeightRule:
 
     Attributes:
         read: ``(node, slots)`` to the saved values that the gradients of ``slots`` need. A slot is the position of an
-            argument among the differentiable ones, as in ``node.next_functions``.
+            argument among the differentiable ones, as in ``node.next_functions``. Raises :class:`HookedTensorError`.
         gradients: ``(saved, slots, gradient of the first output, memory to use)`` to one gradient for each slot, not
-            yet reduced to the argument's shape where the operation broadcasts.
+            yet reduced to the argument's shape where the operation broadcasts; the engine does that.
     """
 
     read: Callable[[Any, Slots], Saved]
     gradients: Callable[[Saved, Slots, Tensor, Scratch], Sequence[Tensor]]
 
 
-def _own(tensor: Tensor | None) -> Tensor | None:
-    """Drop the graph behind a saved tensor; its memory alone is needed."""
+def _read(node: Any, name: str) -> Tensor | None:
+    """A saved tensor without the graph behind it."""
+    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+        raise HookedTensorError
+    tensor: Tensor | None = getattr(node, f"_saved_{name}")
     return None if tensor is None else tensor.detach()
 
 
@@ -76,8 +83,8 @@ def _right_gradient(
 
 
 def _read_mm(node: Any, slots: Slots) -> Saved:
-    left = (_own(node._saved_mat2), node._saved_self_sym_sizes, node._saved_self_sym_strides) if 0 in slots else None
-    right = (_own(node._saved_self), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 1 in slots else None
+    left = (_read(node, "mat2"), node._saved_self_sym_sizes, node._saved_self_sym_strides) if 0 in slots else None
+    right = (_read(node, "self"), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 1 in slots else None
     return left, right
 
 
@@ -93,8 +100,8 @@ def _gradients_of_mm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scra
 
 
 def _read_addmm(node: Any, slots: Slots) -> Saved:
-    left = (_own(node._saved_mat2), node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides) if 1 in slots else None
-    right = (_own(node._saved_mat1), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 2 in slots else None
+    left = (_read(node, "mat2"), node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides) if 1 in slots else None
+    right = (_read(node, "mat1"), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 2 in slots else None
     return node._saved_beta, node._saved_alpha, left, right
 
 
@@ -120,7 +127,7 @@ def _right_batched(gradient: Tensor, left: Tensor) -> Tensor:
 
 
 def _read_bmm(node: Any, slots: Slots) -> Saved:
-    return (_own(node._saved_mat2) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
+    return (_read(node, "mat2") if 0 in slots else None, _read(node, "self") if 1 in slots else None)
 
 
 def _gradients_of_bmm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
@@ -129,8 +136,8 @@ def _gradients_of_bmm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scr
 
 
 def _read_baddbmm(node: Any, slots: Slots) -> Saved:
-    right = _own(node._saved_batch2) if 1 in slots else None
-    left = _own(node._saved_batch1) if 2 in slots else None
+    right = _read(node, "batch2") if 1 in slots else None
+    left = _read(node, "batch1") if 2 in slots else None
     return node._saved_beta, node._saved_alpha, right, left
 
 
@@ -148,7 +155,7 @@ def _gradients_of_baddbmm(saved: Saved, slots: Slots, gradient: Tensor, scratch:
 
 
 def _read_mul(node: Any, slots: Slots) -> Saved:
-    return (_own(node._saved_other) if 0 in slots else None, _own(node._saved_self) if 1 in slots else None)
+    return (_read(node, "other") if 0 in slots else None, _read(node, "self") if 1 in slots else None)
 
 
 def _gradients_of_mul(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
@@ -176,7 +183,7 @@ def _mask(slots: Slots) -> list[bool]:
 
 
 def _read_convolution(node: Any, slots: Slots) -> Saved:
-    tensors = (_own(node._saved_input), _own(node._saved_weight), node._saved_bias_sym_sizes_opt)
+    tensors = (_read(node, "input"), _read(node, "weight"), node._saved_bias_sym_sizes_opt)
     geometry = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
     return (*tensors, *geometry, node._saved_output_padding, node._saved_groups)
 
@@ -186,8 +193,8 @@ def _gradients_of_convolution(saved: Saved, slots: Slots, gradient: Tensor, scra
 
 
 def _read_layer_norm(node: Any, slots: Slots) -> Saved:
-    tensors = (_own(node._saved_input), _own(node._saved_result1), _own(node._saved_result2))
-    return (*tensors, _own(node._saved_weight), _own(node._saved_bias), node._saved_normalized_shape)
+    tensors = (_read(node, "input"), _read(node, "result1"), _read(node, "result2"))
+    return (*tensors, _read(node, "weight"), _read(node, "bias"), node._saved_normalized_shape)
 
 
 def _gradients_of_layer_norm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
@@ -197,7 +204,7 @@ def _gradients_of_layer_norm(saved: Saved, slots: Slots, gradient: Tensor, scrat
 
 
 def _read_group_norm(node: Any, slots: Slots) -> Saved:
-    tensors = (_own(node._saved_input), _own(node._saved_result1), _own(node._saved_result2), _own(node._saved_weight))
+    tensors = (_read(node, "input"), _read(node, "result1"), _read(node, "result2"), _read(node, "weight"))
     return (*tensors, node._saved_N, node._saved_C, node._saved_HxW, node._saved_group)
 
 
@@ -209,9 +216,9 @@ def _gradients_of_group_norm(saved: Saved, slots: Slots, gradient: Tensor, scrat
 
 
 def _read_batch_norm(node: Any, slots: Slots) -> Saved:
-    tensors = (_own(node._saved_input), _own(node._saved_weight))
-    running = (_own(node._saved_running_mean), _own(node._saved_running_var))
-    batch = (_own(node._saved_result1), _own(node._saved_result2))
+    tensors = (_read(node, "input"), _read(node, "weight"))
+    running = (_read(node, "running_mean"), _read(node, "running_var"))
+    batch = (_read(node, "result1"), _read(node, "result2"))
     return (*tensors, *running, *batch, node._saved_training, node._saved_eps)
 
 

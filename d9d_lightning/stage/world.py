@@ -164,7 +164,7 @@ class PrivateWorld:
         """Make this stage's state the module's own; tensors keep their objects."""
         for slot, value in zip(self._slots, self._content, strict=True):
             old = slot.get()
-            if _same_form(old, value):
+            if isinstance(slot, _AttributeSlot) and _same_form(old, value):
                 with torch.no_grad():
                     old.copy_(value)
             else:

@@ -1,0 +1,143 @@
+"""Comparing a pipeline in one process with plain autograd, parameter by parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d9d_lightning.runtime.batch import split_batch
+from d9d_lightning.schedule import build_program
+from d9d_lightning.stage.planner import Planner
+from d9d_lightning.testing.pipeline import LocalPipeline, LocalRun
+from d9d_lightning.values import Microbatch
+
+Step = Callable[..., Any]
+
+
+class StepModule(nn.Module):
+    """A module with a ``training_step(batch, batch_idx)``, as a LightningModule has, and a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[str, float]] = []
+
+    def log(self, name: str, value: Any) -> None:
+        self.logged.append((name, float(torch.as_tensor(value).detach())))
+
+
+def microbatches_of(batch: Any, count: int, batch_index: int = 0) -> list[Microbatch]:
+    """Slices of one batch."""
+    split = split_batch(batch, count)
+    return [
+        Microbatch(index, size, (piece, batch_index), (batch_index, index))
+        for index, (piece, size) in enumerate(zip(split.microbatches, split.sizes, strict=True))
+    ]
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar of what a step returned."""
+    loss = output["loss"] if isinstance(output, dict) else output
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+@dataclass
+class Trained:
+    """A module after a few optimizer steps, with the gradients of each."""
+
+    module: nn.Module
+    losses: list[list[float]]
+    gradients: list[dict[str, Tensor | None]]
+    runs: list[LocalRun]
+    planner: Planner | None = None
+
+
+def _snapshot(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in module.named_parameters()}
+
+
+def train_plain(module: nn.Module, batches: Sequence[Any], count: int, lr: float = 0.1) -> Trained:
+    """One device that accumulates the same microbatches."""
+    result = Trained(copy.deepcopy(module), [], [], [])
+    optimizer = torch.optim.SGD([p for p in result.module.parameters() if p.requires_grad], lr=lr)
+    for index, batch in enumerate(batches):
+        optimizer.zero_grad()
+        pieces = microbatches_of(batch, count, index)
+        total = sum(piece.size for piece in pieces)
+        losses = []
+        for piece in pieces:
+            loss = loss_of(result.module.training_step(*piece.args))  # type: ignore[operator]
+            (loss * (piece.size / total)).backward()
+            losses.append(float(loss.detach()))
+        result.losses.append(losses)
+        result.gradients.append(_snapshot(result.module))
+        optimizer.step()
+    return result
+
+
+def train_pipeline(
+    module: nn.Module, batches: Sequence[Any], count: int, *, schedule: str, ranks: int, lr: float = 0.1, **planner: Any
+) -> Trained:
+    """All ranks of a pipeline in this process."""
+    own = copy.deepcopy(module)
+    sinks = [(own, "log")] if hasattr(own, "log") else []
+    result = Trained(own, [], [], [], Planner(own, sinks, **planner))
+    pipeline = LocalPipeline(own, result.planner)
+    optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=lr)
+    for index, batch in enumerate(batches):
+        optimizer.zero_grad()
+        pieces = microbatches_of(batch, count, index)
+        total = sum(piece.size for piece in pieces)
+        losses: dict[int, float] = {}
+
+        def finish(piece: Microbatch, output: Any, losses: dict[int, float] = losses, total: int = total) -> Tensor:
+            loss = loss_of(output)
+            losses[piece.index] = float(loss.detach())
+            return loss * (piece.size / total)
+
+        program = build_program(schedule, pp_size=ranks, num_microbatches=len(pieces))
+        run = pipeline.run(lambda piece: own.training_step(*piece.args), pieces, program, finish)  # type: ignore[operator]
+        result.runs.append(run)
+        result.losses.append([losses[i] for i in range(len(pieces))])
+        result.gradients.append(_snapshot(own))
+        optimizer.step()
+    return result
+
+
+def assert_equal_training(expected: Trained, got: Trained, *, exact: bool = False) -> None:
+    """Losses, every gradient of every step, and every parameter and buffer agree."""
+    for step, (one, other) in enumerate(zip(expected.losses, got.losses, strict=True)):
+        torch.testing.assert_close(
+            torch.tensor(other), torch.tensor(one), rtol=1e-5, atol=1e-6, msg=f"losses of step {step}"
+        )
+    for step, (ours, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            _assert_tensor(f"gradient of {name} in step {step}", theirs[name], ours[name], exact)
+    initial = dict(expected.module.named_parameters())
+    for name, parameter in got.module.named_parameters():
+        _assert_tensor(f"parameter {name}", initial[name].detach(), parameter.detach(), exact)
+    buffers = dict(expected.module.named_buffers())
+    for name, buffer in got.module.named_buffers():
+        _assert_tensor(f"buffer {name}", buffers[name], buffer, exact)
+    for run in got.runs:
+        assert all(stage.is_clean for stage in run.stages)
+
+
+def _assert_tensor(what: str, expected: Tensor | None, got: Tensor | None, exact: bool) -> None:
+    assert (expected is None) == (got is None), f"{what}: expected {expected}, got {got}"
+    if expected is None or got is None:
+        return
+    expected, got = (t.to_dense() if t.layout is not torch.strided else t for t in (expected, got))
+    assert expected.shape == got.shape, what
+    if exact or not expected.dtype.is_floating_point:
+        assert torch.equal(expected, got), what
+        return
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    error = float((expected - got).abs().max()) if expected.numel() else 0.0
+    assert error <= 1e-5 * largest + 1e-9, f"{what}: differs by {error:.3g}, largest {largest:.3g}"
