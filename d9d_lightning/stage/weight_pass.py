@@ -61,16 +61,20 @@ class ForkPlan:
     def gradients(self, given: Gradients, computed: Gradients, scratch: Scratch) -> Gradients:
         """One gradient for each slot, that nobody else owns."""
         if self.rule is not None:
-            if given[0] is None:
+            arrived = given[0]
+            if arrived is None:
                 return [None] * len(self.slots)
-            results = self.rule.gradients(self.saved, self.slots, given[0], scratch)
+            results = self.rule.gradients(self.saved, self.slots, arrived, scratch)
+            # a rule hands on the gradient itself or computes a new one
+            shared = [result is arrived for result in results]
         elif self.node is not None and any(gradient is None for gradient in computed):
             outcome = self.node(*given)
-            results = outcome if isinstance(outcome, tuple) else (outcome,)
-            results = [results[slot] for slot in self.slots]
+            every = outcome if isinstance(outcome, tuple) else (outcome,)
+            results = [every[slot] for slot in self.slots]
+            shared = [result is not None and _shares_memory(result, given) for result in results]
         else:
             return computed
-        return [_settle(result, edge, given) for result, edge in zip(results, self.edges, strict=True)]
+        return [_settle(*each) for each in zip(results, self.edges, shared, strict=True)]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were read from the graph."""
@@ -191,16 +195,16 @@ class _Descent:
             self._scratch.recycle()
 
 
-def _settle(gradient: Tensor | None, edge: GradientEdge, given: Gradients) -> Tensor | None:
+def _settle(gradient: Tensor | None, edge: GradientEdge, is_shared: bool) -> Tensor | None:
     """Make a gradient real where the edge is, and its memory its own; the engine reduces and casts it."""
     if gradient is None:
         return None
     if gradient.is_complex() and not edge.node._input_metadata[edge.output_nr].dtype.is_complex:
         gradient = gradient.real
-    if not _shares_memory(gradient, given):
+    if not is_shared:
         return gradient
     reduced = gradient.sum_to_size(edge.node._input_metadata[edge.output_nr].shape)
-    return reduced.clone() if _shares_memory(reduced, given) else reduced
+    return reduced.clone() if _shares_memory(reduced, [gradient]) else reduced
 
 
 def _select(computed: Gradients, given: Gradients, slots: Sequence[int]) -> Gradients:

@@ -243,6 +243,17 @@ def test_structure_is_analysed_once() -> None:
     assert graph.find_cut.cache_info().misses == 2
 
 
+@pytest.mark.parametrize(
+    "joins, keeps", [(torch.mul, False), (lambda h, w: torch.cat([h, w]), False), (torch.div, True)]
+)
+def test_the_graph_is_kept_only_where_a_node_must_be_run_again(joins: object, keeps: bool) -> None:
+    """Saved tensors outlive the input pass only if a node that saved some has no weight rule."""
+    x = leaf(3, 4)
+    y = joins(x * 2, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)))
+    ends = [torch.autograd.graph.get_gradient_edge(x).node]
+    assert graph.find_cut(graph.walk_graph([(y.grad_fn, 0)], ends).signature).keeps_graph == keeps
+
+
 def test_a_long_chain_is_walked_without_recursion() -> None:
     """A graph of ten thousand nodes is cut without reaching Python's recursion limit."""
     w = nn.Parameter(torch.ones(1, dtype=torch.float64))
