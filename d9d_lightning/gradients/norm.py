@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from d9d_lightning.gradients.elementwise import by_device_and_dtype, clamp_in_place, scale_in_place
-from d9d_lightning.gradients.tensors import local_gradient, local_tensor
+from d9d_lightning.gradients.tensors import is_sharded, local_gradient, local_tensor
 
 __all__ = [
     "clip_gradients_by_norm",
@@ -163,7 +163,7 @@ def _by_shard_groups(
         shard_groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(parameter, DTensor):
             placements = enumerate(parameter.placements)
-            shard_groups = tuple(parameter.device_mesh.get_group(dim) for dim, p in placements if p.is_shard())
+            shard_groups = tuple(parameter.device_mesh.get_group(dim) for dim, p in placements if is_sharded(p))
         found.setdefault(shard_groups, []).append(parameter)
     return found
 

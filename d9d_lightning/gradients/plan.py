@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from d9d_lightning.gradients.tensors import group_ranks
+from d9d_lightning.gradients.tensors import group_ranks, is_sharded
 
 __all__ = ["MeshLike", "ReduceAxis", "fill_buckets", "find_reduce_axes", "mesh_axes"]
 
@@ -81,7 +81,7 @@ def find_reduce_axes(
         for dim, placement in enumerate(parameter.placements):
             if isinstance(placement, Replicate):
                 axes.append(ReduceAxis(mesh.get_group(dim)))
-            elif not placement.is_shard() and not isinstance(placement, Shard):
+            elif not is_sharded(placement):
                 raise ValueError(
                     f"{name} has placement {placement} on mesh axis {dim}; gradients can be synchronized for Replicate "
                     "and Shard only: redistribute the parameter before bind()"

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 __all__: list[str] = []
 
@@ -60,6 +60,12 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
             return torch.empty(tensor.shape, device="meta").stride()
         expected *= size
     return tensor.stride()
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Whether each rank of the axis holds its own part of the tensor."""
+    # Two-dimensional sharding yields a placement that torch keeps private and does not derive from Shard.
+    return placement.is_shard() or type(placement).__name__ == "_StridedShard"
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

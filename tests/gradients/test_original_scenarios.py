@@ -96,12 +96,17 @@ def test_two_axes_are_reduced_one_after_the_other() -> None:
 def test_gradient_left_partial_by_a_dtensor_program() -> None:
     """A gradient that DTensor operations leave as partial sums ends as the whole sum, once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    weight = make_parameter(mesh, (3,), [Replicate()], torch.float32, torch.float32)
+    weight = make_parameter(mesh, (3, 2), [Replicate()], torch.float32, torch.float32)
+    arrived = []
+    weight.register_post_accumulate_grad_hook(lambda w: arrived.append(w.grad.placements[0]))
     synchronizer = GradientSynchronizer([[weight]], 25, 1)
     synchronizer.bind()
+    synchronizer.zero_grad(set_to_none=True)
     batch = DTensor.from_local(torch.full((2, 3), dist.get_rank() + 1.0), mesh, [Shard(0)])
-    (batch * weight).sum().backward()
+    (batch @ weight).sum().backward()
+    assert arrived[0].is_partial()
     synchronizer.wait()
+    assert weight.grad.placements == (Replicate(),)
     assert (weight.grad.to_local() == 6.0).all()
 
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from d9d_lightning.errors import GradientSyncError
 from d9d_lightning.gradients import GradientSynchronizer, LocalGradientBucket
 from d9d_lightning.gradients.plan import fill_buckets, find_reduce_axes, read_group
-from d9d_lightning.gradients.tensors import dense_stride
+from d9d_lightning.gradients.tensors import dense_stride, is_sharded
 
 
 def test_buckets_fill_from_the_last_entry_with_a_small_first_one() -> None:
@@ -104,3 +106,11 @@ def test_axes_of_a_plain_parameter_drop_single_ranks() -> None:
 def test_gradient_strides_follow_dense_parameters(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
     """A gradient is laid out like its parameter where that covers memory without gaps, else contiguously."""
     assert dense_stride(tensor) == stride
+
+
+def test_strided_shards_are_shards() -> None:
+    """The placement that torch gives to parameters sharded twice is local like any shard."""
+    assert is_sharded(_StridedShard(0, split_factor=2))
+    assert is_sharded(Shard(1))
+    assert not is_sharded(Replicate())
+    assert not is_sharded(Partial())
