@@ -15,6 +15,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend_for,
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -62,6 +63,7 @@ __all__ = [
     "optimizer_to_device",
     "optimizers_to_device",
     "reduce_over",
+    "set_num_threads_if_needed",
     "set_rank_zero",
     "set_rng_states",
     "trainer_call",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from d9d_lightning.runtime.batch import find_batch_size
 from d9d_lightning.runtime.batch import split_batch as cut_batch
 from d9d_lightning.schedule import Program
-from d9d_lightning.strategy.metrics import module_metrics
+from d9d_lightning.strategy.metrics import metric_objects
 from d9d_lightning.values import Microbatch, Placement
 
 __all__ = ["BatchPosition", "Engine", "Sink", "find_sinks", "split_batch"]
@@ -57,7 +57,7 @@ class Engine(Protocol):
 def find_sinks(module: nn.Module) -> tuple[Sink, ...]:
     """Methods that the user's step hands values to, and that only the loss owner may really call."""
     sinks: list[Sink] = [(module, "log"), (module, "log_dict")]
-    for metric in module_metrics(module).values():
+    for metric in metric_objects(module):
         sinks += [(metric, "forward"), (metric, "update")]
     return tuple(sinks)
 

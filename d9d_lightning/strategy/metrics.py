@@ -13,17 +13,22 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from d9d_lightning.strategy.messages import Messenger
 
-__all__ = ["MetricStates", "bind_metrics", "module_metrics"]
+__all__ = ["MetricStates", "bind_metrics", "metric_objects", "module_metrics"]
 
 
 def module_metrics(module: nn.Module) -> dict[str, Metric]:
     """Every torchmetrics object below a module, by qualified name."""
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def metric_objects(module: nn.Module) -> list[Metric | MetricCollection]:
+    """Metrics and collections: collections decide by the values of their members which of them share a state."""
+    return [child for child in module.modules() if isinstance(child, (Metric, MetricCollection))]
 
 
 class _ReplicaGather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from d9d_lightning.strategy.assembly import (
     shared_groups,
     stage_parameters,
 )
+from d9d_lightning.strategy.callbacks import CallbackAdapters
 from d9d_lightning.strategy.clip import bind_clipping
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
@@ -77,6 +79,7 @@ class Run:
         self._messenger = make_messenger(world, self._programs, device)
         self._hooks = HookWrappers(module, options.owner_only_hooks)
         self._epochs = EpochEnds(trainer, module, self._messenger, eager=world.axes.data > 1)
+        self._callbacks = CallbackAdapters(trainer, is_first=not any(astuple(world.position)))
         self._layouts: dict[int, OptimizerLayout] = {}
         self._placed: PlacedModule | None = None
         self._reduction: GradientReduction | None = None
@@ -169,6 +172,7 @@ class Run:
         install_loop(self._trainer)
         install_logbooks(self._trainer, self._reduce)
         self._hooks.install(self._trainer, self._messenger)
+        self._callbacks.install()
         self._epochs.install()
         for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
             # tensors made in inference mode cannot be used by a later fit
@@ -177,6 +181,7 @@ class Run:
     def disconnect(self) -> None:
         """Give the trainer and the module their own hooks back."""
         self._hooks.remove()
+        self._callbacks.remove()
         if self._reduction is not None:
             self._reduction.close()
             self._reduction = None

@@ -11,7 +11,7 @@ from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.pipeline import Pipeline
 from d9d_lightning.strategy.engine import Engine, Sink
 from d9d_lightning.strategy.mesh import process_of_rank
-from d9d_lightning.strategy.metrics import module_metrics
+from d9d_lightning.strategy.metrics import metric_objects
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.world import World
@@ -39,7 +39,7 @@ def make_engine(
         units=options.units,
         split_points=options.split_points,
         sinks=sinks,
-        silenced=list(module_metrics(module).values()),
+        silenced=metric_objects(module),
         device=device,
     )
 

@@ -82,7 +82,10 @@ class Session:
         """Whether the module or a callback that is not Lightning's own gets the outputs of a step in ``hook``."""
         if hook not in self._readers:
             callbacks = [
-                cb for cb in trainer_callbacks(self.trainer) if not type(cb).__module__.startswith("lightning.")
+                callback
+                for callback in trainer_callbacks(self.trainer)
+                if not type(callback).__module__.startswith("lightning.")
+                and not isinstance(callback, BasePredictionWriter)
             ]
             self._readers[hook] = is_overridden(hook, self.module) or any(is_overridden(hook, cb) for cb in callbacks)
         return self._readers[hook]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from d9d_lightning.schedule import PipelineProgramBuilder
 from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy import compat
 from d9d_lightning.strategy.collectives import Collectives
+from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.files import read_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
@@ -89,6 +90,7 @@ class D9DStrategy(ParallelStrategy):
         self._world: World | None = None
         self._collectives: Collectives | None = None
         self._run: Run | None = None
+        self._watch: RunWatch | None = None
         self._sync_blocked = False
 
     def __repr__(self) -> str:
@@ -143,7 +145,13 @@ class D9DStrategy(ParallelStrategy):
             num_nodes=self.num_nodes,
             start_method=self.options.start_method,
             whole=self.whole_module,
+            connected=lambda: self._watch is not None,
         )
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and everything that works on rank 0 only, who this process is."""
@@ -164,6 +172,8 @@ class D9DStrategy(ParallelStrategy):
         if self._world.axes.world > 1:
             # one device's running stream, on all processes: models, samplers and workers then draw alike
             compat.set_rng_states(self._collectives.broadcast(compat.collect_rng_states(include_cuda=False)))
+        self._close_watch()
+        self._watch = RunWatch(self._world, self.options, environment)
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._world.mesh
         if self._world.axes.world == 1:
@@ -220,19 +230,26 @@ class D9DStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch on this rank."""
-        return self._running.training.run((*args, *kwargs.values()), synchronize=not self._sync_blocked)
+        with self._watched("training_step"):
+            return self._running.training.run((*args, *kwargs.values()), synchronize=not self._sync_blocked)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One validation batch on this rank."""
-        return self._running.evaluate("validation_step", (*args, *kwargs.values()))
+        with self._watched("validation_step"):
+            return self._running.evaluate("validation_step", (*args, *kwargs.values()))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """One test batch on this rank."""
-        return self._running.evaluate("test_step", (*args, *kwargs.values()))
+        with self._watched("test_step"):
+            return self._running.evaluate("test_step", (*args, *kwargs.values()))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """One predict batch on this rank; rank 0 gets the outputs."""
-        return self._running.evaluate("predict_step", (*args, *kwargs.values()))
+        with self._watched("predict_step"):
+            return self._running.evaluate("predict_step", (*args, *kwargs.values()))
+
+    def _watched(self, step: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.action(step)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -319,11 +336,14 @@ class D9DStrategy(ParallelStrategy):
         """From here on nobody may wait for another process."""
         if self._collectives is not None:
             self._collectives.closed = True
+        if self._watch is not None:
+            self._watch.publish(exception)
 
     def teardown(self) -> None:
         """End a run; the module stays placed and the groups stay open, for the next one."""
         if self._run is not None:
             self._run.disconnect()
+        self._close_watch()
         compat.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

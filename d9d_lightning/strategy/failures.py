@@ -1,0 +1,76 @@
+"""One failure watch for each run: whatever goes wrong on one rank, every rank raises or ends within seconds."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from d9d_lightning.runtime.watch import FailureWatch, WatchLimits
+from d9d_lightning.runtime.watch_store import SharedStore
+from d9d_lightning.strategy.options import StrategyOptions
+from d9d_lightning.strategy.world import World
+
+__all__ = ["RunWatch", "started_by_us"]
+
+_RUNS = itertools.count()
+
+
+def started_by_us(environment: ClusterEnvironment | None) -> bool:
+    """Whether this process was started by a launcher of the strategy, and so must not outlive its parent."""
+    if not isinstance(environment, LightningEnvironment):
+        return False
+    return environment.local_rank() > 0 or multiprocessing.parent_process() is not None
+
+
+class RunWatch:
+    """Watches one run of a trainer; does nothing where there is one process.
+
+    Args:
+        world: The processes.
+        options: ``timeout`` is how long one batch may take.
+        environment: How this process was started.
+    """
+
+    def __init__(self, world: World, options: StrategyOptions, environment: ClusterEnvironment | None) -> None:
+        self._watch: FailureWatch | None = None
+        if world.axes.world == 1:
+            return
+        self._watch = FailureWatch(
+            cast(SharedStore, dist.distributed_c10d._get_default_store()),
+            dist.get_rank(),
+            world.axes.world,
+            run=next(_RUNS),
+            limits=WatchLimits(action=options.timeout.total_seconds()),
+            follow_parent=started_by_us(environment),
+        )
+        self._watch.start()
+
+    @contextmanager
+    def action(self, name: str) -> Iterator[None]:
+        """Around one batch; the name is shown where it fails or hangs."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.enter(name)
+        try:
+            yield
+        finally:
+            self._watch.leave()
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks. Those that do not raise by themselves end after a few seconds, with this error."""
+        if self._watch is not None:
+            self._watch.publish(error)
+
+    def close(self) -> None:
+        """End of the run on this rank."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None

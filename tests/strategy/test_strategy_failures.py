@@ -1,0 +1,80 @@
+"""Whatever goes wrong on one rank of a pipeline, every rank raises or ends, with the true error."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from strategy_cases import Classifier, fit, pipeline
+
+from d9d_lightning.testing import collect_outcomes
+
+
+class BadLabelsError(ValueError):
+    """What a user's code raises."""
+
+
+class FailsInStep(Classifier):
+    """Raises in the loss, which only one rank computes."""
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.loss_of(batch)
+        if self.trainer.global_step == 2:
+            raise BadLabelsError("label 77 is out of range")
+        return loss
+
+
+class ReturnsNothing(Classifier):
+    """Skips a batch in the middle."""
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.loss_of(batch)
+        return None if batch_idx == 1 else loss
+
+
+class FailsInHook(Classifier):
+    """Raises on the rank that does not own the loss, outside of any step."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.global_rank == 1:
+            raise BadLabelsError("the hook of rank 1")
+
+
+class Dies(Classifier):
+    """Its process ends without a word."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and batch_idx == 2:
+            os._exit(17)
+
+
+def train(kind: type[Classifier]) -> None:
+    fit(pipeline(), kind, devices=2)
+
+
+def run(kind: type[Classifier]):
+    return collect_outcomes(train, 2, (kind,), init_group=False, timeout=60.0, grace=25.0)
+
+
+def told(outcome) -> str:
+    return f"{outcome.error or ''}{outcome.output}{outcome.stack or ''}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(FailsInStep, "label 77 is out of range"), (ReturnsNothing, "training_step returned None")],
+)
+def test_an_error_in_a_step_is_raised_on_every_rank(kind, message):
+    """Both ranks raise, and both show the user's own message."""
+    outcomes = run(kind)
+    assert all(outcome.error is not None for outcome in outcomes), [told(outcome) for outcome in outcomes]
+    assert all(message in told(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(FailsInHook, "the hook of rank 1"), (Dies, "17")])
+def test_a_rank_that_fails_alone_takes_the_other_with_it(kind, message):
+    """A rank that fails outside of a step, or vanishes, ends the other one within seconds, which says why."""
+    outcomes = run(kind)
+    assert all(outcome.stack is None for outcome in outcomes), "a rank hung"
+    assert all(outcome.failed for outcome in outcomes)
+    assert message in told(outcomes[0])
