@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.plugins.precision import Precision
 
 from d9d_lightning.strategy.compat import is_overridden, trainer_callbacks
