@@ -1,0 +1,188 @@
+"""Recording a step, and setting it beside the simulation of its program."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from d9d_lightning.errors import PipelineStateError
+from d9d_lightning.runtime import recorder as recorder_module
+from d9d_lightning.runtime.recorder import RecordedTransport, Span, StepRecord, StepRecorder
+from d9d_lightning.runtime.step_picture import chrome_trace, draw_svg, write_step
+from d9d_lightning.runtime.step_report import compare_step
+from d9d_lightning.schedule import Costs, Program, build_program, parse_action, simulate
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now + 1000.0
+
+
+class SlowTransport:
+    """Every wait takes 2 seconds, everything else no time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.calls: list[str] = []
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if name.startswith(("take", "finish")):
+            self.clock.now += 2
+
+    def __getattr__(self, name: str):
+        return lambda *_: self._note(name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    return clock
+
+
+def run_actions(clock: Clock, texts: list[str]) -> tuple[StepRecord, SlowTransport]:
+    inner = SlowTransport(clock)
+    transport = RecordedTransport(inner)
+
+    def execute(action) -> None:
+        if action.kind.name in ("F", "B"):
+            transport.take_forward(action.stage, action.microbatch)
+            clock.now += 3
+        else:
+            transport.send_forward(action.stage, action.microbatch, {})
+
+    executor = SimpleNamespace(actions=[parse_action(text) for text in texts], execute=execute)
+    recorder = StepRecorder(rank=1)
+    record = recorder.run(executor, transport)
+    assert recorder.latest is record
+    return record, inner
+
+
+def test_each_action_is_noted_with_its_wait_apart(clock: Clock) -> None:
+    """Start, end and wait of every action are those of the clock, since the epoch, in order."""
+    record, inner = run_actions(clock, ["1F0", "1SEND_F0", "1B0"])
+    assert record.rank == 1 and record.final_wait == 2
+    assert record.spans == (
+        Span("1F0", 1010.0, 1015.0, 2.0),
+        Span("1SEND_F0", 1015.0, 1015.0, 0.0),
+        Span("1B0", 1015.0, 1020.0, 2.0),
+    )
+    assert record.spans[0].work == 3
+    assert inner.calls == ["take_forward", "send_forward", "take_forward", "finish"]
+
+
+def test_a_failed_step_leaves_the_record_of_the_last_good_one(clock: Clock) -> None:
+    """If an action raises, its error comes out and the latest record stays."""
+    recorder = StepRecorder(rank=0)
+    transport = RecordedTransport(SlowTransport(clock))
+    good = recorder.run(SimpleNamespace(actions=[], execute=None), transport)
+
+    def fail(_: object) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        recorder.run(SimpleNamespace(actions=[parse_action("0F0")], execute=fail), transport)
+    assert recorder.latest is good
+
+
+def records_of(program: Program, costs: Costs) -> list[StepRecord]:
+    """What a runtime without any loss would record: every rank waits until its simulated start."""
+    simulation = simulate(program, costs)
+    records = []
+    for rank, actions in enumerate(program.actions):
+        times = iter(simulation.times[rank])
+        now, spans = 100.0, []
+        for action in actions:
+            if action.kind.is_compute:
+                start, end = (100.0 + at for at in next(times))
+                spans.append(Span(str(action), now, end, start - now))
+                now = end
+            else:
+                spans.append(Span(str(action), now, now, 0.0))
+        records.append(StepRecord(rank, tuple(spans)))
+    return records
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "zb1p", "dualpipev"])
+def test_a_perfect_runtime_measures_what_is_predicted(schedule: str) -> None:
+    """From records made by the simulator the report finds its costs, its step time, and equal bubbles."""
+    program = build_program(schedule, pp_size=2, num_microbatches=8)
+    stages = range(program.num_stages)
+    costs = Costs([1.0 + s for s in stages], [2.0 + s for s in stages], [0.5 + s for s in stages])
+    report = compare_step(program, records_of(program, costs)[::-1])
+    assert report.span == pytest.approx(simulate(program, costs).span)
+    for figures in report.ranks:
+        assert figures.bubble == pytest.approx(figures.predicted_bubble)
+        assert figures.wait >= 0
+    assert list(report.costs.forward) == pytest.approx(costs.forward)
+    assert report.slowest_stage == program.num_stages - 1
+    assert report.simulation.span == pytest.approx(report.span)
+
+
+def test_measured_costs_can_plan_the_next_step() -> None:
+    """The costs of a report are accepted by the planner that searches a program for them."""
+    program = build_program("zb1p", pp_size=2, num_microbatches=4)
+    report = compare_step(program, records_of(program, Costs()))
+    planned = build_program("auto", pp_size=2, num_microbatches=4, stages_per_rank=2, costs=report.costs)
+    assert planned.num_stages == program.num_stages
+
+
+def test_time_lost_by_the_runtime_shows_as_bubble_and_wait() -> None:
+    """A second of waiting that the simulation does not have raises the measured bubble, not the costs."""
+    program = build_program("1f1b", pp_size=2, num_microbatches=4)
+    clean = compare_step(program, records_of(program, Costs()))
+    slow = []
+    for record in records_of(program, Costs()):
+        *spans, last = record.spans
+        slow.append(StepRecord(record.rank, (*spans, Span(last.action, last.start, last.end + 1, last.wait + 1))))
+    report = compare_step(program, slow)
+    assert report.costs == clean.costs
+    assert report.bubble > clean.bubble and report.ranks[0].predicted_bubble == clean.ranks[0].predicted_bubble
+    assert report.ranks[0].wait == pytest.approx(clean.ranks[0].wait + 1)
+
+
+def test_wrong_records_are_named() -> None:
+    """A missing rank and the record of another program are errors that say what to do."""
+    program = build_program("1f1b", pp_size=2, num_microbatches=4)
+    records = records_of(program, Costs())
+    with pytest.raises(PipelineStateError, match="all_gather_object"):
+        compare_step(program, records[:1])
+    with pytest.raises(PipelineStateError, match="program that was run"):
+        compare_step(build_program("gpipe", pp_size=2, num_microbatches=4), records)
+
+
+def test_the_picture_shows_every_action_twice(tmp_path: Path) -> None:
+    """SVG and Chrome trace hold each compute action once as measured and once as simulated, and are well-formed."""
+    program = build_program("zbv", pp_size=2, num_microbatches=4)
+    report = compare_step(program, records_of(program, Costs()))
+    write_step(report, tmp_path / "traces" / "step_7.svg")
+    titles = [e.text for e in ElementTree.parse(tmp_path / "traces" / "step_7.svg").iter() if e.tag.endswith("title")]
+    num_actions = sum(map(len, program.compute_actions))
+    assert len(titles) == 2 * num_actions
+    events = json.loads((tmp_path / "traces" / "step_7.json").read_text())["traceEvents"]
+    work = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
+    assert sorted((e["pid"], e["tid"]) for e in work) == sorted(
+        (process, rank) for process in (0, 1) for rank, order in enumerate(program.compute_actions) for _ in order
+    )
+    assert draw_svg(report) == (tmp_path / "traces" / "step_7.svg").read_text()
+    assert chrome_trace(report)["traceEvents"] == events
+
+
+def test_the_table_names_ranks_and_the_slowest_stage() -> None:
+    """The readable report has a line for each rank and says which stage is slowest."""
+    program = build_program("1f1b", pp_size=2, num_microbatches=4)
+    text = compare_step(program, records_of(program, Costs(forward=[1, 5]))).text()
+    assert "slowest stage 1" in text and len(text.splitlines()) == 4
