@@ -213,7 +213,10 @@ class StepStatus(enum.IntEnum):
 
     FINE = 0
     """Everything was computed."""
-    UNPLANNED = 1
-    """The step met a call that the plan does not have: trace again and repeat the step."""
-    FAILED = 2
+    FAILED = 1
     """The user's code or a stage raised: every rank raises."""
+    UNPLANNED = 2
+    """The step met a call that the plan does not have: trace again and repeat the step.
+
+    It outweighs a failure, which may come of the zeros that a rank sends once it has met such a call.
+    """

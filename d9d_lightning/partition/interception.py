@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from d9d_lightning.partition.regions import regions_routed
+
 __all__ = ["CallPolicy", "Interceptor"]
 
 
@@ -51,7 +53,8 @@ class Interceptor:
                     self._patch(name, module, attribute, saved)
             for target, attribute in self.sinks:
                 self._patch_sink(target, attribute, saved)
-            yield
+            with regions_routed(lambda: self._policy):
+                yield
         finally:
             for target, attribute, old in reversed(saved):
                 if old is _ABSENT:
@@ -96,6 +99,10 @@ class Interceptor:
             yield
         finally:
             self._policy = before
+
+    def is_inside(self, policy: CallPolicy) -> bool:
+        """Whether a unit is running for ``policy`` right now."""
+        return self._policy is not policy
 
     def run_inside(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit itself; calls of units nested in it are not routed."""

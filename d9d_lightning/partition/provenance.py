@@ -112,12 +112,16 @@ class Provenance(TorchDispatchMode):
         return out
 
 
+_UNTAGGED_READERS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._pad_packed_sequence.default)
+"""Operators whose output shape depends on values although torch does not say so."""
+
+
 def _reads_values(func: Any) -> bool:
     tags = func.tags
     return (
         torch.Tag.data_dependent_output in tags
         or torch.Tag.dynamic_output_shape in tags
-        or func is torch.ops.aten._pack_padded_sequence.default
+        or func in _UNTAGGED_READERS
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placeholder import Placeholder, cured_afterwards, is_placeholder
@@ -26,6 +26,7 @@ from d9d_lightning.partition.provenance import Provenance, Source
 from d9d_lightning.partition.shapes import Geometry, cheap_random_numbers
 from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
+from d9d_lightning.partition.user_code import describe_user_line
 from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
 
 __all__ = ["Exchange", "ObservedCall", "TraceDepth", "trace_step"]
@@ -42,12 +43,23 @@ class TraceDepth(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """What one call of a unit did."""
+    """What one call of a unit did.
+
+    Attributes:
+        effects: What it made visible.
+        tensors: The visible tensors.
+        draws: Random generators that it advanced.
+        flops: Floating point operations.
+        memory: For each visible tensor a number that those sharing memory have in common.
+        given: For each visible tensor the position of an argument that it shares memory with, or None.
+    """
 
     effects: Effects
     tensors: list[torch.Tensor]
     draws: frozenset[str]
     flops: int
+    memory: tuple[int, ...] = ()
+    given: tuple[int | None, ...] = ()
 
 
 Exchange = Callable[[str, Callable[[], ObservedCall]], tuple[ObservedCall, bool]]
@@ -96,6 +108,7 @@ def trace_step(
                 torch.compiler.set_stance("force_eager"),
                 cheap_random_numbers(),
                 interceptor.policy(tracer),
+                _no_differentiation(interceptor, tracer),
             ):
                 tracer.run(lambda: step(*inputs[0], **inputs[1]))
             trace = tracer.finish(snapshot)
@@ -141,6 +154,32 @@ def _traced_parameters(root: nn.Module, tracer: _Tracer, depth: TraceDepth) -> I
             module._parameters[name] = held
 
 
+@contextlib.contextmanager
+def _no_differentiation(interceptor: Interceptor, tracer: _Tracer) -> Iterator[None]:
+    """Refuse ``torch.autograd.grad`` and ``backward`` in glue: the graph behind a value ends at its stage."""
+    originals = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
+
+    def guard(name: str) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if interceptor.is_inside(tracer):
+                return originals[name](*args, **kwargs)
+            raise PartitionError(
+                f"{describe_user_line()} calls torch.autograd.{name} between units. The graph behind a value ends "
+                "where its stage ends, so a step cannot differentiate through several units. Expected: the "
+                "differentiated part inside one unit; name it with units=[...] in D9DStrategy, or use one process."
+            )
+
+        return guarded
+
+    try:
+        for name in originals:
+            setattr(torch.autograd, name, guard(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.autograd, name, original)
+
+
 class _FlopCounter(TorchDispatchMode):
     """Sums torch's own formulas over the operators of one call."""
 
@@ -168,7 +207,8 @@ class _Tracer:
         self._calls: list[UnitCall] = []
         self._numbers: dict[str, int] = {}
         self._tail: set[Source] = set()
-        self._frames: list[Any] = []
+        self._region: int | None = None
+        self._num_regions = 0
         self._inputs: dict[int, int] = {}
         self._random_at_entry = RandomState()
 
@@ -201,7 +241,7 @@ class _Tracer:
         result: list[Any] = []
 
         def run() -> ObservedCall:
-            observed, value = self._observe(module, original, args, kwargs)
+            observed, value = self._observe(module, original, args, kwargs, own)
             result.append(value)
             return observed
 
@@ -210,7 +250,7 @@ class _Tracer:
         else:
             observed, _ = self._exchange(unit, run)
         number = len(self._calls)
-        self._mark_values(number, observed, (args, kwargs), own)
+        self._mark_values(number, observed, (args, kwargs))
         if not result:
             with _disable_current_modes():
                 result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__, []))
@@ -226,7 +266,12 @@ class _Tracer:
 
     # -- parts ------------------------------------------------------------------------------------------------------
     def _observe(
-        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: set[int],
     ) -> tuple[ObservedCall, Any]:
         with _disable_current_modes():
             watch = Observation(module, (args, kwargs), _version_of)
@@ -234,22 +279,30 @@ class _Tracer:
             with HookRecorder(module) as hooks, _FlopCounter() as flops:
                 result = self._interceptor.run_inside(original, args, kwargs)
             effects, tensors = watch.finish(result, hooks)
-            return ObservedCall(effects, tensors, before.drawn_since(), flops.total), result
+            memory, given = self._shared_memory(tensors, (args, kwargs), own)
+            return ObservedCall(effects, tensors, before.drawn_since(), flops.total, memory, given), result
 
-    def _mark_values(self, call: int, observed: ObservedCall, inputs: Any, own: set[int]) -> None:
+    def _shared_memory(
+        self, tensors: Sequence[torch.Tensor], inputs: Any, own: set[int]
+    ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+        cell = self._provenance.cell
+        arguments = {id(cell(tensor)): position for position, tensor in enumerate(tensors_in(inputs))}
+        cells = [id(cell(tensor)) for tensor in tensors]
+        memory = tuple(cells.index(found) for found in cells)
+        return memory, tuple(None if found in own else arguments.get(found) for found in cells)
+
+    def _mark_values(self, call: int, observed: ObservedCall, inputs: Any) -> None:
         provenance, tensors = self._provenance, observed.tensors
         arguments = tensors_in(inputs)
         for kind, key in observed.effects.written:
             if kind == "argument":
                 provenance.note_overwritten(arguments[key])
-        given = {id(provenance.cell(tensor)) for tensor in arguments} - own
         sources: dict[int, set[Source]] = {}
+        for leaf, (memory, given) in enumerate(zip(observed.memory, observed.given, strict=True)):
+            kept = provenance.cell(arguments[given]).sources if given is not None else frozenset[Source]()
+            sources.setdefault(memory, set(kept)).add(ValueId(call, leaf))
         for leaf, tensor in enumerate(tensors):
-            cell = provenance.cell(tensor)
-            kept = cell.sources if id(cell) in given else frozenset[Source]()
-            sources.setdefault(id(cell), set(kept)).add(ValueId(call, leaf))
-        for leaf, tensor in enumerate(tensors):
-            provenance.mark_value(tensor, ValueId(call, leaf), sources[id(provenance.cell(tensor))])
+            provenance.mark_value(tensor, ValueId(call, leaf), sources[observed.memory[leaf]])
 
     def _record(self, unit: str, needs: frozenset[Source], observed: ObservedCall) -> UnitCall:
         number = self._numbers.get(unit, 0)
@@ -262,24 +315,21 @@ class _Tracer:
             effects=observed.effects,
             values=tuple(_spec_of(tensor) for tensor in observed.tensors),
             draws=observed.draws,
-            region=self._region(),
+            region=self._region,
             flops=observed.flops,
         )
 
-    def _region(self) -> int | None:
-        """Number of the outermost activation-checkpointed call on the stack."""
-        found = None
-        frame = sys._getframe(2)
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "checkpoint" and code.co_filename.endswith("torch/utils/checkpoint.py"):
-                found = frame
-            frame = frame.f_back  # type: ignore[assignment]
-        if found is None:
-            return None
-        if not any(found is known for known in self._frames):
-            self._frames.append(found)
-        return next(index for index, known in enumerate(self._frames) if known is found)
+    @contextlib.contextmanager
+    def region(self, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """An activation-checkpointed region; what lies inside it belongs to the outermost one."""
+        outer = self._region
+        if outer is None:
+            self._region = self._num_regions
+            self._num_regions += 1
+        try:
+            yield function
+        finally:
+            self._region = outer
 
     def finish(self, snapshot: ModuleSnapshot) -> Trace:
         changed = tuple(dict.fromkeys(snapshot.changed(self._interceptor.units)))

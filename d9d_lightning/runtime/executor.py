@@ -6,6 +6,7 @@ and knows no gradients' fate: it tells an observer when the weight gradients of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -68,6 +69,7 @@ class PipelineExecutor:
         failure: The first exception of a stage. From then on nothing is computed, but the program goes on with zeros of
             the planned shapes, so that no peer is left waiting and the groups stay usable.
         failed_action: The action that raised it.
+        failed_at: When, in seconds of the wall clock.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PipelineExecutor:
         self.actions = program.actions[rank]
         self.failure: Exception | None = None
         self.failed_action: ActionBase | None = None
+        self.failed_at = 0.0
         self._stages = stages
         self._transport = transport
         self._observer = observer
@@ -177,6 +180,7 @@ class PipelineExecutor:
         except Exception as error:
             self.failure = error
             self.failed_action = action
+            self.failed_at = time.time()
             return None
 
 

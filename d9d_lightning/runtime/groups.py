@@ -42,8 +42,8 @@ class PipelineGroups:
         dist.broadcast_object_list(box, dist.get_global_rank(group, self.process_of[source]), group=group)
         return box[0]
 
-    def agree_on_worst(self, status: int) -> int:
-        """The largest status over all ranks."""
-        tensor = torch.tensor([status])
+    def maximum(self, numbers: list[int]) -> list[int]:
+        """The largest of each number over all ranks."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
-        return int(tensor.item())
+        return tensor.tolist()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.partition.plan import parameter_stages
+from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.values import Placement, Trace
 
-__all__ = ["Ownership", "find_ownership", "release_parameters"]
+__all__ = ["Ownership", "find_ownership", "lent_parameters", "release_parameters"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,31 @@ def find_ownership(
         for name, buffer in root.named_buffers()
     }
     return Ownership(parameters, buffers)
+
+
+@contextlib.contextmanager
+def lent_parameters(
+    root: nn.Module, names: Sequence[str], ownership: Ownership, rank: int, groups: PipelineGroups
+) -> Iterator[None]:
+    """Give every rank the named parameters for a while; collective over the pipeline."""
+    returned: list[tuple[nn.Module, str, nn.Parameter]] = []
+    lent: dict[int, nn.Parameter] = {}
+    for name in names:
+        owner = ownership.parameters[name][0]
+        parameter = root.get_parameter(name)
+        sent = groups.broadcast(parameter.detach().cpu() if rank == owner else None, owner, lockstep=True)
+        if isinstance(parameter, Placeholder):
+            lent[id(parameter)] = nn.Parameter(sent.to(parameter.device), parameter.requires_grad)
+    try:
+        for module in root.modules():
+            for name, held in module._parameters.items():
+                if held is not None and id(held) in lent:
+                    returned.append((module, name, held))
+                    module._parameters[name] = lent[id(held)]
+        yield
+    finally:
+        for module, name, held in returned:
+            module._parameters[name] = held
 
 
 def release_parameters(root: nn.Module, ownership: Ownership, rank: int) -> None:

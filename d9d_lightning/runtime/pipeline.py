@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ from d9d_lightning.errors import (
     PartitionError,
     PipelineError,
     PlaceholderReadError,
-    RankFailedError,
     UnplannedCallError,
 )
 from d9d_lightning.partition.plan import parameter_stages
+from d9d_lightning.partition.units import parameter_owners
+from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.executor import Observer, PipelineExecutor, Transport
 from d9d_lightning.runtime.groups import PipelineGroups
-from d9d_lightning.runtime.ownership import Ownership, find_ownership, release_parameters
+from d9d_lightning.runtime.ownership import Ownership, find_ownership, lent_parameters, release_parameters
 from d9d_lightning.runtime.transport import ProcessTransport
 from d9d_lightning.schedule import Program
 from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
@@ -87,6 +88,7 @@ class Pipeline:
         self.is_loss_owner = rank == self.loss_owner
         self.planner = Planner(module, sinks, silenced, units, split_points)
         self._groups = groups
+        self._agreement = Agreement(groups, rank)
         if groups is not None:
             self.planner.agree = lambda failed: any(groups.gather(failed))
         self._device = torch.device(device)
@@ -123,13 +125,14 @@ class Pipeline:
         """Stages of this rank."""
         return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == self.rank)
 
-    def place(self, step: StepCall, microbatches: Sequence[Microbatch]) -> Placement:
+    def place(self, step: StepCall, microbatches: Sequence[Microbatch], kind: str = "training_step") -> Placement:
         """Fix the placement, from one microbatch; collective.
 
         Args:
             step: Calls the user's step.
             microbatches: Slices of one batch; none where no batch can be had, and then the order of registration
                 stands for the order of calls.
+            kind: Name of the user's step.
 
         Raises:
             PartitionError: The step cannot be cut, or the ranks found different units.
@@ -143,9 +146,11 @@ class Pipeline:
                 placement = self.planner.place_by_registration(self.stage_to_rank)
             trace = self.planner.setup_trace
             self._ownership = find_ownership(self.module, self.planner.units, trace, placement, self.stage_to_rank)
+            for microbatch in microbatches:  # while the whole module is here
+                self.planner.plan(kind, step, microbatch)
         except Exception as problem:
             error = problem
-        self._compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
+        self._agreement.compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
         if placement is None:
             raise PartitionError("the module could not be placed")
         return placement
@@ -155,6 +160,7 @@ class Pipeline:
         if self.size > 1:
             release_parameters(self.module, self._owners, self.rank)
             self.planner.exchange = self._exchange()
+            self.planner.lend = self._lend
 
     # ---- running ---------------------------------------------------------------------------------------------------
     def run(
@@ -165,6 +171,7 @@ class Pipeline:
         *,
         finish: Finish,
         observer: Observer | None = None,
+        restart: Callable[[], None] | None = None,
         training: bool = True,
         kind: str = "training_step",
     ) -> StepOutcome:
@@ -176,6 +183,8 @@ class Pipeline:
             program: What every rank does; its placement of stages must be this pipeline's.
             finish: Called on the loss owner when a step has ended, gives the scalar to differentiate.
             observer: Told when weight gradients are done.
+            restart: Called before the batch runs again, because the step met a call that the plan does not have; what
+                ``finish`` and the step left behind must be dropped.
             training: Whether gradients are computed. In evaluation a step that reads activations runs in lockstep.
             kind: Name of the user's step.
 
@@ -183,44 +192,55 @@ class Pipeline:
             RankFailedError: Another rank failed; its error and traceback are shown.
             Exception: The first failure of this rank's own stages.
         """
+        self._check_program(program)
+        if not training and kind in self._lockstep_kinds:
+            return self._run_in_lockstep(step, microbatches, finish)
+        backup = _GradientBackup(self.owned_parameters) if training else None
+        try:
+            plans = self._plans(kind, step, microbatches, fresh=False)
+            outcome = self._run_once(step, microbatches, program, plans, finish, observer, fresh=False)
+            if outcome is None:
+                if backup is not None:
+                    backup.undo()
+                if restart is not None:
+                    restart()
+                plans = self._plans(kind, step, microbatches, fresh=True)
+                outcome = self._run_once(step, microbatches, program, plans, finish, observer, fresh=True)
+        except (PlaceholderReadError, PartitionError):
+            if training:
+                raise
+            self._lockstep_kinds.add(kind)
+            if restart is not None:
+                restart()
+            return self._run_in_lockstep(step, microbatches, finish)
+        if outcome is None:
+            raise UnplannedCallError("the step calls its units in another order each time it runs on the same batch")
+        return outcome
+
+    def _check_program(self, program: Program) -> None:
         if tuple(program.stage_to_rank) != self.stage_to_rank:
             raise PartitionError(
                 f"the program places its stages on ranks {list(program.stage_to_rank)}, the pipeline on "
                 f"{list(self.stage_to_rank)}; build the program for the same schedule family"
             )
-        if not training and kind in self._lockstep_kinds:
-            return self._run_in_lockstep(step, microbatches, finish)
-        restore = _GradientBackup(self.owned_parameters) if training else None
-        for attempt in range(2):
-            try:
-                plans = self._plans(kind, step, microbatches, fresh=attempt > 0)
-            except (PlaceholderReadError, PartitionError):
-                if training:
-                    raise
-                self._lockstep_kinds.add(kind)
-                return self._run_in_lockstep(step, microbatches, finish)
-            outcome = self._run_once(step, microbatches, program, plans, finish, observer, attempt > 0)
-            if outcome is not None:
-                return outcome
-            if restore is not None:
-                restore.undo()
-        raise UnplannedCallError("the step calls its units in another order each time it runs on the same batch")
 
     def _plans(self, kind: str, step: StepCall, microbatches: Sequence[Microbatch], fresh: bool) -> list[Plan]:
-        known = self.planner.num_plans
+        missing = fresh or not all(self.planner.knows(kind, microbatch) for microbatch in microbatches)
+        missing = self._agreement.before(microbatches, missing)
         plans: list[Plan] = []
         error: Exception | None = None
         try:
             for microbatch in microbatches:
-                plan = self.planner.plan(kind, step, microbatch, fresh=fresh)
-                plans.append(plan)
-            if self.planner.num_plans != known or fresh:
+                plans.append(self.planner.plan(kind, step, microbatch, fresh=fresh))
+            if missing:
                 for plan in plans:
                     self._check_homes(plan)
         except Exception as problem:
             error = problem
-        if error is not None or self.planner.num_plans != known or fresh:
-            self._compare("plan", ",".join(plan.digest for plan in plans), error)
+        if missing:
+            self._agreement.compare("plan", ",".join(plan.digest for plan in plans), error)
+        elif error is not None:
+            raise error
         return plans
 
     def _check_homes(self, plan: Plan) -> None:
@@ -234,24 +254,6 @@ class Pipeline:
                         "same uses of parameters outside their own units in every batch; give an example_batch=... to "
                         "D9DStrategy that shows all of them."
                     )
-
-    def _compare(self, what: str, digest: str, error: Exception | None) -> None:
-        """Raise on every rank if one failed or disagrees."""
-        if self._groups is None:
-            if error is not None:
-                raise error
-            return
-        found = self._groups.gather((digest, None if error is None else _describe(error)))
-        if error is not None:
-            raise error
-        for rank, (_, problem) in enumerate(found):
-            if problem is not None:
-                raise _remote_error(rank, problem)
-        if any(other != digest for other, _ in found):
-            raise PartitionError(
-                f"ranks made different {what}s: {[other for other, _ in found]}. Expected: the same module and the "
-                "same batch on every rank of a pipeline; check that the loader gives all ranks the same batches."
-            )
 
     def _run_once(
         self,
@@ -278,7 +280,7 @@ class Pipeline:
         executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
         with self.planner.interceptor.installed():
             executor.run()
-        status = self._agree(executor, fresh)
+        status = self._settle(executor, fresh)
         if status is StepStatus.UNPLANNED:
             return None
         if names:
@@ -301,29 +303,18 @@ class Pipeline:
                 replays[id(plan)] = Replay(self.module, self.planner.interceptor, self._scripts[key], world)
         return [replays[id(plan)] for plan in plans]
 
-    def _agree(self, executor: PipelineExecutor, fresh: bool) -> StepStatus:
-        status = StepStatus.FINE
-        if executor.failure is not None:
-            unplanned = isinstance(executor.failure, UnplannedCallError | PlaceholderReadError) and not fresh
-            status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
-        if self._groups is not None:
-            status = StepStatus(self._groups.agree_on_worst(status))
-        if status is not StepStatus.FAILED:
-            return status
+    def _settle(self, executor: PipelineExecutor, fresh: bool) -> StepStatus:
         failure = executor.failure
-        if self._transport is not None:
-            self._transport.reset()
-        if self._groups is not None:
-            where = f"action {executor.failed_action}"
-            mine = None if failure is None else f"{where}\n{_describe(failure)}"
-            found = self._groups.gather(mine)
-            if failure is None:
-                first = next(rank for rank, text in enumerate(found) if text is not None)
-                raise _remote_error(first, found[first])
-        if failure is None:
-            raise PipelineError("the step failed, but no rank said why")
-        failure.add_note(f"(rank {self.rank} of the pipeline, action {executor.failed_action})")
-        raise failure
+        status = StepStatus.FINE
+        if failure is not None:
+            unplanned = isinstance(failure, UnplannedCallError | PlaceholderReadError) and not fresh
+            status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
+        status = self._agreement.after(status)
+        if status is StepStatus.FAILED:
+            if self._transport is not None:
+                self._transport.reset()
+            self._agreement.raise_first(failure, f"action {executor.failed_action}", executor.failed_at)
+        return status
 
     def _share_state(self, names: Sequence[str], world: PrivateWorld | None) -> None:
         if self.is_loss_owner and world is not None:
@@ -333,6 +324,15 @@ class Pipeline:
             exported = self._groups.broadcast(exported, self.loss_owner)
             if not self.is_loss_owner:
                 adopt_state(self.module, exported)
+
+    def _lend(self) -> AbstractContextManager[None]:
+        groups = self._groups
+        if groups is None:
+            return nullcontext()
+        trace = self.planner.setup_trace
+        read = set(trace.tail_parameters).union(*(call.raw_parameters for call in trace.calls))
+        loose = {name for name, unit in parameter_owners(self.module, self.planner.units).items() if unit is None}
+        return lent_parameters(self.module, sorted(read | loose), self._owners, self.rank, groups)
 
     # ---- lockstep --------------------------------------------------------------------------------------------------
     def _exchange(self) -> LockstepExchange:
@@ -348,7 +348,7 @@ class Pipeline:
             outputs = [step(microbatch) for microbatch in microbatches]
         else:
             policy = LockstepPolicy(self.planner.interceptor, self._exchange(), self.is_loss_owner)
-            with self.planner.interceptor.installed(), self.planner.interceptor.policy(policy):
+            with self._lend(), self.planner.interceptor.installed(), self.planner.interceptor.policy(policy):
                 outputs = [step(microbatch) for microbatch in microbatches]
         if self.is_loss_owner:
             for microbatch, output in zip(microbatches, outputs, strict=True):
@@ -388,11 +388,3 @@ class _NoTransport:
 
     def finish(self) -> None:
         """Nothing was sent."""
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-def _remote_error(rank: int, text: str) -> RankFailedError:
-    return RankFailedError(f"rank {rank} of the pipeline failed first, {text}")

@@ -7,6 +7,7 @@ that need real values of a module that no process holds whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class LockstepExchange:
 def _detach(observed: ObservedCall) -> tuple[ObservedCall, list[bool]]:
     tensors = [tensor.detach().cpu() for tensor in observed.tensors]
     grads = [tensor.requires_grad for tensor in observed.tensors]
-    return ObservedCall(observed.effects, tensors, observed.draws, observed.flops), grads
+    return replace(observed, tensors=tensors), grads
 
 
 def _attach(message: tuple[ObservedCall, list[bool]]) -> ObservedCall:

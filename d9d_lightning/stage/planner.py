@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Planner:
         setup_trace: The trace that the placement was made from.
         notes: What a user should be told about how the step is traced.
         exchange: Runs units on their owners; None while this process holds the whole module.
+        lend: Around a trace in lockstep, gives this rank the parameters that glue reads.
         agree: From whether shapes did not suffice here to whether they did not suffice on some rank.
     """
 
@@ -88,10 +90,10 @@ class Planner:
         self.setup_trace = Trace((), frozenset(), frozenset())
         self.notes: list[str] = []
         self.exchange: Exchange | None = None
+        self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
         self.agree: Callable[[bool], bool] = bool
         self._plans: dict[Signature, Plan] = {}
         self._voided: dict[Signature, int] = {}
-        self._num_plans = 0
 
     def trace(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Trace one microbatch, with shapes only where that is enough.
@@ -118,6 +120,8 @@ class Planner:
         trace: Trace | None = None
         try:
             trace = self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
+        except PartitionError:
+            raise  # no depth will help
         except Exception as error:
             # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
             failure = error
@@ -125,7 +129,8 @@ class Planner:
             return trace
         if failure is not None:
             self._note_depth(failure)
-        return self._trace_at(TraceDepth.VALUES, step, microbatch, keep_plain_state)
+        with self.lend():
+            return self._trace_at(TraceDepth.VALUES, step, microbatch, keep_plain_state)
 
     def _note_depth(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, PlaceholderReadError) else f"{type(error).__name__}: {error}"
@@ -175,10 +180,13 @@ class Planner:
         self.placement = place_units(self.setup_trace, self.units, stage_to_rank, self._split_points)
         return self.placement
 
-    @property
-    def num_plans(self) -> int:
-        """How many plans have been made."""
-        return self._num_plans
+    def knows(self, kind: str, microbatch: Microbatch) -> bool:
+        """Whether there is a plan for a microbatch."""
+        return self._key(kind, microbatch) in self._plans
+
+    def _key(self, kind: str, microbatch: Microbatch) -> Signature:
+        key: Signature = (kind, signature_of(self.root, microbatch))
+        return (*key, content_of(microbatch)) if self._voided.get(key, 0) > _PATIENCE else key
 
     def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Units whose parts are called one by one from outside are replaced by these parts."""
@@ -218,14 +226,12 @@ class Planner:
         placement = self.placement
         if placement is None:
             raise PartitionError("place() must come before plan()")
-        key: Signature = (kind, signature_of(self.root, microbatch))
         if fresh:
-            self._voided[key] = self._voided.get(key, 0) + 1
-        if self._voided.get(key, 0) > _PATIENCE:
-            key = (*key, content_of(microbatch))
+            signature: Signature = (kind, signature_of(self.root, microbatch))
+            self._voided[signature] = self._voided.get(signature, 0) + 1
+        key = self._key(kind, microbatch)
         plan = None if fresh else self._plans.get(key)
         if plan is None:
             plan = make_plan(self.root, self.units, self.trace(step, microbatch), placement)
             self._plans[key] = plan
-            self._num_plans += 1
         return plan

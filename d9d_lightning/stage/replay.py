@@ -18,9 +18,9 @@ from d9d_lightning.errors import PlaceholderReadError, StageError, UnplannedCall
 from d9d_lightning.partition.effects import HookRecorder
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placeholder import Placeholder, ReplayCut, is_placeholder, reads_end_the_replay
-from d9d_lightning.partition.shapes import Geometry
 from d9d_lightning.partition.snapshot import RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
+from d9d_lightning.stage.answers import SCALAR, Answers
 from d9d_lightning.stage.randomness import set_position
 from d9d_lightning.stage.script import CallEntry, StageScript, describe_call
 from d9d_lightning.stage.world import PrivateWorld
@@ -147,7 +147,7 @@ class _ReplayPolicy:
         self._script = script
         self._entries = script.entries
         self._microbatch = microbatch
-        self._received = received
+        self._answers = Answers(interceptor, script, microbatch.seed, received)
         self._index = 0
         self._past_own_work = script.last_call < 0 and not script.is_loss_owner
         self.was_cut = False
@@ -204,15 +204,12 @@ class _ReplayPolicy:
         self._index = index + 1
         if entry.owned:
             return self._run(index, entry, module, original, args, kwargs)
-        result = entry.answer if entry.answer is not None else self._skip(entry, module, args, kwargs)
-        if entry.draws:
-            set_position(entry.draws, self._microbatch.seed, entry.unit, entry.number)
-        return result
+        return self._answers.skip(entry, module, args, kwargs, self.undo)
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._script.is_loss_owner:
             return original(*args, **kwargs)
-        return Placeholder(_SCALAR, "a metric")
+        return Placeholder(SCALAR, "a metric")
 
     # -- parts ------------------------------------------------------------------------------------------------------
     def _run(
@@ -269,19 +266,16 @@ class _ReplayPolicy:
         with reads_end_the_replay():
             step()
 
-    def _skip(self, entry: CallEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        received = self._received
+    # -- RegionPolicy -----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def region(self, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """A checkpointed region runs again in the backward pass: its calls are then answered as they are now."""
+        answers, start = self._answers, self._index
 
-        def get(leaf: int) -> torch.Tensor:
-            value = entry.received.get(leaf)
-            return entry.placeholder(leaf) if value is None else received[value]
+        def again(*args: Any, **kwargs: Any) -> None:
+            answers.repeat(start, lambda: function(*args, **kwargs))
 
-        if entry.bare:
-            return get(0)
-        return entry.effects.apply(module, (args, kwargs), get, self.undo)
-
-
-_SCALAR = Geometry((), (), 0, torch.float32, torch.device("cpu"))
+        yield again
 
 
 def _placeholder_given_error(entry: CallEntry, tensor: Any) -> StageError:

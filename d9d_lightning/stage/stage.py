@@ -78,11 +78,11 @@ class PipelineStage:
         replay = self._replays[microbatch]
         script = replay.script
         sends = script.plan.boundaries[self.index].sends
-        inputs, handed = self._hand_over(script.plan, received)
+        inputs = self._as_leaves(script.plan, received)
         made: dict[ValueId, Tensor] = {}
         loss = None
         if script.last_call >= 0 or script.is_loss_owner or replay.world is not None:
-            result = replay.run(self._step, self._microbatches[microbatch], handed)
+            result = replay.run(self._step, self._microbatches[microbatch], inputs)
             made = result.made
             loss = self._finish_step(microbatch, result.output) if script.is_loss_owner else None
         if torch.is_grad_enabled():
@@ -107,20 +107,15 @@ class PipelineStage:
             )
         return tensor.detach()
 
-    def _hand_over(
-        self, plan: Plan, received: Mapping[ValueId, Tensor]
-    ) -> tuple[dict[ValueId, Tensor], dict[ValueId, Tensor]]:
-        inputs: dict[ValueId, Tensor] = {}
-        handed: dict[ValueId, Tensor] = {}
+    def _as_leaves(self, plan: Plan, received: Mapping[ValueId, Tensor]) -> dict[ValueId, Tensor]:
+        leaves: dict[ValueId, Tensor] = {}
         grad = torch.is_grad_enabled()
         for value, tensor in received.items():
             leaf = tensor.detach()
             if grad and plan.spec(value).requires_grad:
                 leaf.requires_grad_()
-            inputs[value] = leaf
-            # glue may change it in place, which a leaf forbids, and a relayed value must not see
-            handed[value] = leaf.clone() if value in plan.trace.overwritten else leaf
-        return inputs, handed
+            leaves[value] = leaf
+        return leaves
 
     def _finish_step(self, microbatch: int, output: Any) -> Tensor | None:
         loss = self._finish(self._microbatches[microbatch], output)

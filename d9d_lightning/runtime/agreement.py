@@ -1,0 +1,136 @@
+"""What the ranks of a pipeline tell each other around a batch: the same batch before it, the worst status after it."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d9d_lightning.errors import PartitionError, PipelineError, RankFailedError
+from d9d_lightning.partition.structure import constant_key, flatten
+from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.values import Microbatch, StepStatus
+
+__all__ = ["Agreement", "BatchMismatchError", "fingerprint"]
+
+_SAMPLE = 64
+"""Elements of each tensor that a quick fingerprint looks at."""
+
+
+class BatchMismatchError(PipelineError, RuntimeError):
+    """The ranks of one pipeline were given different batches."""
+
+
+def fingerprint(microbatches: Sequence[Microbatch], *, thorough: bool) -> int:
+    """A number that ranks with the same batch have in common.
+
+    Args:
+        microbatches: The slices of the batch.
+        thorough: Look at every element instead of a sample. Tensors on an accelerator are only looked at then, since
+            reading them makes the host wait.
+    """
+    text = hashlib.blake2b(digest_size=7)
+    for microbatch in microbatches:
+        template, tensors = flatten((microbatch.args, dict(microbatch.kwargs)))
+        text.update(f"{microbatch.size}{constant_key(template)}".encode())
+        for tensor in tensors:
+            text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if tensor.layout is torch.strided and (thorough or tensor.device.type == "cpu"):
+                text.update(_content(tensor.detach(), thorough))
+    return int.from_bytes(text.digest(), "little")
+
+
+def _content(tensor: Tensor, thorough: bool) -> bytes:
+    flat = tensor.reshape(-1)
+    if not thorough and flat.numel() > _SAMPLE:
+        flat = flat[:: flat.numel() // _SAMPLE]
+    if flat.numel() == 0:
+        return b""
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class Agreement:
+    """Small collectives over the control group of one pipeline; free where one process is alone.
+
+    Args:
+        groups: The pipeline's groups, or None.
+        rank: This pipeline rank.
+    """
+
+    def __init__(self, groups: PipelineGroups | None, rank: int) -> None:
+        self._groups = groups
+        self._rank = rank
+        self._batches = 0
+
+    def before(self, microbatches: Sequence[Microbatch], needs_plan: bool) -> bool:
+        """Whether some rank needs a new plan for this batch.
+
+        Raises:
+            BatchMismatchError: The ranks hold different batches.
+        """
+        if self._groups is None:
+            return needs_plan
+        self._batches += 1
+        thorough = self._batches <= 3 or self._batches % 100 == 0
+        own = fingerprint(microbatches, thorough=thorough)
+        largest, negated_smallest, needed = self._groups.maximum([own, -own, int(needs_plan)])
+        if largest != -negated_smallest:
+            raise BatchMismatchError(
+                f"the ranks of this pipeline were given different batches (batch {self._batches} of this run; this is "
+                f"rank {self._rank}). Expected: the same samples in the same order, with the same random augmentation. "
+                "Seed everything that the data set draws (seed_everything(..., workers=True)), or type "
+                "D9DStrategy(broadcast_batches=True) to load on one rank and send to the others."
+            )
+        return bool(needed)
+
+    def compare(self, what: str, digest: str, error: Exception | None) -> None:
+        """Raise on every rank if one failed or made something different."""
+        if self._groups is None:
+            if error is not None:
+                raise error
+            return
+        found = self._groups.gather((digest, None if error is None else describe(error)))
+        if error is not None:
+            raise error
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise remote_error(rank, problem)
+        if any(other != digest for other, _ in found):
+            raise PartitionError(
+                f"ranks made different {what}s: {[other for other, _ in found]}. Expected: the same module and the "
+                "same batch on every rank of a pipeline; check that the loader gives all ranks the same batches."
+            )
+
+    def after(self, status: StepStatus) -> StepStatus:
+        """The worst status of all ranks."""
+        if self._groups is None:
+            return status
+        return StepStatus(self._groups.maximum([int(status)])[0])
+
+    def raise_first(self, failure: Exception | None, where: str, failed_at: float) -> None:
+        """After a step that failed somewhere: raise the own failure if it was the first, else tell of the first.
+
+        A rank that goes on with the zeros of a failed one may fail too; that is not what the user wants to read.
+        """
+        if failure is not None:
+            failure.add_note(f"(pipeline rank {self._rank}, {where})")
+        if self._groups is not None:
+            own = None if failure is None else (failed_at, self._rank, f"in {where}:\n{describe(failure)}")
+            _, rank, text = min(entry for entry in self._groups.gather(own) if entry is not None)
+            if rank != self._rank:
+                raise remote_error(rank, text)
+        raise failure if failure is not None else PipelineError("the step failed, but no rank said why")
+
+
+def describe(error: BaseException) -> str:
+    """The traceback of an error, as text."""
+    return "".join(traceback.format_exception(error))
+
+
+def remote_error(rank: int, text: Any) -> RankFailedError:
+    """The error that a rank raises because another one failed."""
+    return RankFailedError(f"pipeline rank {rank} failed first, {text}")
