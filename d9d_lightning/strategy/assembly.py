@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from d9d_lightning.strategy.compat import is_param_in_hook_signature
@@ -20,10 +20,20 @@ from d9d_lightning.strategy.placement import PlacedModule, find_placed, read_own
 from d9d_lightning.strategy.precision import step_context
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.runtime_bridge import make_engine
+from d9d_lightning.strategy.whole import Ownership
 from d9d_lightning.strategy.world import World
 from d9d_lightning.values import Microbatch, Placement
 
-__all__ = ["agreed_seed", "make_messenger", "norm_weights", "place_module", "shared_groups", "stage_parameters"]
+__all__ = [
+    "SharedGroup",
+    "agree_on_values",
+    "agreed_seed",
+    "make_messenger",
+    "norm_weights",
+    "place_module",
+    "shared_groups",
+    "stage_parameters",
+]
 
 
 def make_messenger(world: World, programs: Programs, device: torch.device) -> Messenger:
@@ -109,9 +119,42 @@ def _step_arguments(trainer: Trainer, module: LightningModule, name: str, batch:
     return tuple(args)
 
 
-def shared_groups(
-    world: World, programs: Programs, owners: Mapping[str, tuple[int, ...]]
-) -> list[tuple[ProcessGroup, tuple[str, ...]]]:
+SharedGroup = tuple[ProcessGroup, tuple[str, ...]]
+"""Processes that share parameters, and the names of those."""
+
+
+def agree_on_values(module: nn.Module, ownership: Ownership, world: World, shared: Sequence[SharedGroup]) -> None:
+    """Give all holders of a tensor the same values; collective.
+
+    Scripts that set no seed build another module in every process. Replicas take the values of the first one, owners of
+    a shared parameter those of the lowest process.
+
+    Args:
+        module: The user's module, not yet released.
+        ownership: What this rank holds.
+        world: The processes.
+        shared: Groups of owners.
+    """
+    parameters = dict(module.named_parameters())
+    tensors = {**parameters, **dict(module.named_buffers())}
+    with torch.no_grad():
+        if world.groups is not None and world.axes.data > 1:
+            for name in sorted(ownership.held):
+                _broadcast(tensors[name], world.groups.replicas[0], world.groups.data_gradients)
+        for group, names in shared:
+            for name in names:
+                _broadcast(parameters[name], min(dist.get_process_group_ranks(group)), group)
+
+
+def _broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
+    if tensor.is_meta or not tensor.numel():
+        return
+    whole = tensor.detach().contiguous()
+    dist.broadcast(whole, source, group=group)
+    tensor.detach().copy_(whole)
+
+
+def shared_groups(world: World, programs: Programs, owners: Mapping[str, tuple[int, ...]]) -> list[SharedGroup]:
     """A group for every set of pipeline ranks that shares parameters; collective over the world."""
     if world.groups is None:
         return []

@@ -73,14 +73,22 @@ class EvaluationSteps:
             outputs.append(detach(output))
             sizes.append(microbatch.size)
 
+        records: list[LogRecord] = []
+
+        def restart() -> None:
+            for written in (outputs, sizes, records):
+                written.clear()
+
         def run() -> None:
             program = session.programs.evaluation(len(microbatches))
             with torch.no_grad():
-                session.engine.run(step, microbatches, program, finish=finish, training=False, kind=step_name)
+                session.engine.run(
+                    step, microbatches, program, finish=finish, restart=restart, training=False, kind=step_name
+                )
 
         if book is None:
             run()
             return []
-        with book.capture(session.trainer, owner=session.is_loss_owner) as records:
+        with book.capture(session.trainer, owner=session.is_loss_owner, into=records):
             run()
         return records

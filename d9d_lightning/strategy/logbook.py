@@ -49,11 +49,19 @@ class LogBook(ResultCollection):
         self.microbatch_size = 1
 
     @contextmanager
-    def capture(self, trainer: Trainer, *, owner: bool) -> Iterator[list[LogRecord]]:
-        """Write down what is logged inside; the list is complete when the context ends, and empty off the owner."""
+    def capture(
+        self, trainer: Trainer, *, owner: bool, into: list[LogRecord] | None = None
+    ) -> Iterator[list[LogRecord]]:
+        """Write down what is logged inside; the list is complete when the context ends, and empty off the owner.
+
+        Args:
+            trainer: The trainer.
+            owner: Whether this rank's logs count.
+            into: List to fill; a new one by default.
+        """
         connector = trainer._logger_connector
         before = connector._current_fx
-        self._mode, self._records = (_Mode.RECORD if owner else _Mode.MUTE), []
+        self._mode, self._records = (_Mode.RECORD if owner else _Mode.MUTE), [] if into is None else into
         try:
             yield self._records
         finally:

@@ -155,6 +155,12 @@ class BatchLoss:
             return part.loss * (size / self.batch_size / self.accumulate)
         return part.loss * (part.weight / self.reference)
 
+    def clear(self) -> None:
+        """Forget the microbatches seen so far."""
+        self._losses.clear()
+        self._weights.clear()
+        self._sizes.clear()
+
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """Loss of every microbatch."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from d9d_lightning.errors import UnplannedCallError
 from d9d_lightning.gradients import GradientSynchronizer
 from d9d_lightning.strategy.losses import WeightWindow
 from d9d_lightning.strategy.options import StrategyOptions
@@ -35,7 +36,22 @@ class StageObserver:
     ) -> None:
         self._synchronizer = synchronizer
         self._by_stage = by_stage
+        self._num_microbatches = num_microbatches
         self._remaining = dict.fromkeys(by_stage, num_microbatches)
+
+    def restart(self) -> None:
+        """Count from the start again, for a batch that runs again.
+
+        Raises:
+            UnplannedCallError: A bucket has left already, with gradients that no replica can take back.
+        """
+        if not all(self._remaining.values()):
+            raise UnplannedCallError(
+                "the step called its units in another order than any batch before, after some gradients of this batch "
+                "had been reduced over replicas. Give an example_batch=... to D9DStrategy that shows every kind of "
+                "step, or train with data_parallel_size=1."
+            )
+        self._remaining = dict.fromkeys(self._by_stage, self._num_microbatches)
 
     def weights_done(self, stage: int, microbatch: int) -> None:
         """All weight gradients of a stage and microbatch are there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy.assembly import (
+    SharedGroup,
+    agree_on_values,
     agreed_seed,
     make_messenger,
     norm_weights,
@@ -32,6 +35,7 @@ from d9d_lightning.strategy.hooks import HookWrappers
 from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
+from d9d_lightning.strategy.meeting import Meeting
 from d9d_lightning.strategy.metrics import bind_metrics
 from d9d_lightning.strategy.optimizers import OptimizerLayout, prune_optimizer, read_layout
 from d9d_lightning.strategy.options import StrategyOptions
@@ -46,6 +50,8 @@ from d9d_lightning.strategy.whole import whole_module
 from d9d_lightning.strategy.world import World
 
 __all__ = ["Run"]
+
+_RUNS = itertools.count()
 
 
 class Run:
@@ -80,8 +86,10 @@ class Run:
         self._hooks = HookWrappers(module, options.owner_only_hooks)
         self._epochs = EpochEnds(trainer, module, self._messenger, eager=world.axes.data > 1)
         self._callbacks = CallbackAdapters(trainer, is_first=not any(astuple(world.position)))
+        self.meeting = Meeting(world.axes.world, f"run{next(_RUNS)}")
         self._layouts: dict[int, OptimizerLayout] = {}
         self._placed: PlacedModule | None = None
+        self._shared: Sequence[SharedGroup] = ()
         self._reduction: GradientReduction | None = None
         self._training: TrainingSteps | None = None
         self._evaluation: EvaluationSteps | None = None
@@ -128,14 +136,19 @@ class Run:
     def place(self, optimizers: Sequence[Optimizer]) -> None:
         """Give this rank its part of the module and of the optimizers; collective the first time."""
         refuse_optimizers(self._module, optimizers)
+        known = self.is_placed
         for optimizer in optimizers:
             self._layouts[id(optimizer)] = read_layout(optimizer, self._module)
         self._placed = place_module(
             self._trainer, self._module, self._options, self._world, self._programs, self._messenger
         )
+        shared = shared_groups(self._world, self._programs, self._placed.engine.parameter_owners)
+        if not known:
+            agree_on_values(self._module, self._placed.ownership, self._world, shared)
         for optimizer in optimizers:
             prune_optimizer(optimizer, self._layouts[id(optimizer)], self.owned)
         self._placed.engine.release()
+        self._shared = shared
 
     def connect(self, precision: Precision) -> None:
         """Hang loops, logs, metrics and hooks on the trainer."""
@@ -153,9 +166,8 @@ class Run:
             self._world.position.data,
             self._world.axes.data,
         )
-        shared = shared_groups(self._world, self._programs, self.placed.engine.parameter_owners)
         by_stage = stage_parameters(self.placed.engine, self.placed.placement, self.owned)
-        self._reduction = GradientReduction(self.owned, by_stage, shared, replicas, self._options)
+        self._reduction = GradientReduction(self.owned, by_stage, self._shared, replicas, self._options)
         self._training = TrainingSteps(session, self._reduction)
         self._evaluation = EvaluationSteps(session)
         world_group = torch.distributed.group.WORLD if groups is not None else None

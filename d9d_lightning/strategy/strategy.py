@@ -302,6 +302,7 @@ class D9DStrategy(ParallelStrategy):
                 "cannot be had any more. The last checkpoint is still there."
             )
             return
+        run.meeting.attend("Trainer.save_checkpoint")
         run.gather(checkpoint, self.broadcast(filepath))
         if self.is_global_zero:
             write_checkpoint(self.checkpoint_io, checkpoint, filepath, storage_options)
@@ -327,6 +328,7 @@ class D9DStrategy(ParallelStrategy):
     @contextmanager
     def whole_module(self) -> Iterator[LightningModule]:
         """The whole module on every rank, for ``state_dict()``, ``torch.save`` or ``model(x)``; collective."""
+        self._running.meeting.attend("strategy.whole_module")
         with self._running.whole() as module:
             yield module
 

@@ -37,6 +37,12 @@ class _Batch:
     outputs: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
+    def clear(self) -> None:
+        """Forget a run of the batch that has to be repeated."""
+        self.loss.clear()
+        self.outputs.clear()
+        self.sizes.clear()
+
 
 class TrainingSteps:
     """Runs training batches of one fit.
@@ -98,6 +104,13 @@ class TrainingSteps:
             return scale_root(session.precision, root)
 
         observer = self._reduction.observer(len(microbatches), synchronize=synchronize)
+        records: list[LogRecord] = []
+
+        def restart() -> None:
+            batch.clear()
+            records.clear()
+            if observer is not None:
+                observer.restart()
 
         def run() -> None:
             with self._reduction.step(synchronize=synchronize):
@@ -107,13 +120,14 @@ class TrainingSteps:
                     program,
                     finish=finish,
                     observer=observer,
+                    restart=restart,
                     training=True,
                 )
 
         if book is None:
             run()
             return []
-        with book.capture(session.trainer, owner=session.is_loss_owner) as records:
+        with book.capture(session.trainer, owner=session.is_loss_owner, into=records):
             run()
         return records
 
