@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -71,9 +72,16 @@ def make_steps(width: int, depth: int, samples: int, wire: Wire) -> dict[str, Ca
     return {"without": without, "ours": synchronized, "ddp": data_parallel, "alone": alone}
 
 
+def compute_below_communication() -> None:
+    """Under ``chrt --rr 2``: leave the communication threads above this one, as a network card would be."""
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
 def measure(width: int, depth: int, samples: int, latency_ms: float, bandwidth: float, rounds: int) -> dict[str, float]:
     """Median milliseconds of each kind of step on this rank, taken in turn so that all see the same machine."""
     steps = make_steps(width, depth, samples, Wire(latency_ms, bandwidth))
+    compute_below_communication()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 3):
         for name, step in steps.items():
@@ -90,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--depth", type=int, default=13)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--bandwidth", type=float, default=1000.0, help="MB/s")
     options = parser.parse_args()
@@ -98,7 +106,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for latency_ms in (2.0, 5.0, 10.0):
         args = (options.width, options.depth, options.samples, latency_ms, options.bandwidth, options.rounds)
-        ranks = run_distributed(measure, RANKS, args, timeout=600)
+        ranks = run_distributed(measure, RANKS, args, timeout=600, fresh=True)
         times = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
         exposed = {name: (times[name] - times["without"]) / times["alone"] for name in ("ours", "ddp")}
         shown = "".join(f" {times[name]:.1f} |" for name in ("without", "alone", "ours", "ddp"))

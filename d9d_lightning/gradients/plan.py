@@ -107,7 +107,8 @@ def fill_buckets(
         keys: For each entry, what it must have in common with the rest of its bucket.
         sizes: Bytes of each entry.
         limit_bytes: A bucket is closed before it would exceed this; a larger entry gets a bucket of its own.
-        first_limit_bytes: The same for the first bucket of each key: small, so that communication starts early.
+        first_limit_bytes: The first bucket of each key is closed as soon as it has reached this: small, so that
+            communication starts early, but not so strict that a few biases before a large weight travel alone.
 
     Returns:
         Indices of each bucket's entries, in the order in which backward is expected to complete the buckets.
@@ -115,13 +116,14 @@ def fill_buckets(
     closed: list[tuple[int, ...]] = []
     opened: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
-    limits: dict[Hashable, int] = {}
+    begun: set[Hashable] = set()
     for index in reversed(range(len(keys))):
         key = keys[index]
-        limit = limits.setdefault(key, min(first_limit_bytes, limit_bytes))
-        if opened.get(key) and filled[key] + sizes[index] > limit:
-            closed.append(tuple(opened.pop(key)))
-            limits[key] = limit_bytes
+        if key in opened:
+            first_is_full = key not in begun and filled[key] >= first_limit_bytes
+            if first_is_full or filled[key] + sizes[index] > limit_bytes:
+                closed.append(tuple(opened.pop(key)))
+                begun.add(key)
         if key not in opened:
             opened[key] = []
             filled[key] = 0

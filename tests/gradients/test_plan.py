@@ -13,8 +13,10 @@ from d9d_lightning.gradients.tensors import dense_stride, is_sharded
 
 
 def test_buckets_fill_from_the_last_entry_with_a_small_first_one() -> None:
-    """Entries are taken from the end; the first bucket of a key closes early, the others at the limit."""
+    """Entries are taken from the end; the first bucket closes once it is large enough to start with."""
     assert fill_buckets("aaaaaa", [4, 4, 4, 4, 4, 4], 8, 4) == [(5,), (4, 3), (2, 1), (0,)]
+    assert fill_buckets("aaaaa", [4, 4, 6, 1, 1], 8, 4) == [(4, 3, 2), (1, 0)]
+    assert fill_buckets("aaaaa", [4, 4, 7, 1, 1], 8, 4) == [(4, 3), (2,), (1, 0)]
 
 
 def test_exact_fit_stays_together_and_large_entries_stand_alone() -> None:
