@@ -48,6 +48,7 @@ class Engine(Protocol):
         *,
         finish: Callable[[Microbatch, Any], Tensor | None],
         observer: Any = None,
+        restart: Callable[[], None] | None = None,
         training: bool = True,
         kind: str = "training_step",
     ) -> Any:
