@@ -38,8 +38,8 @@ __all__ = [
 class DataDependentError(Exception):
     """The result's geometry depends on values (``internal`` is None), or torch cannot infer it."""
 
-    def __init__(self, internal: BaseException | None) -> None:
-        super().__init__("the geometry of the result depends on values")
+    def __init__(self, message: str, internal: BaseException | None = None) -> None:
+        super().__init__(message)
         self.internal = internal
 
 
@@ -177,7 +177,7 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder:
             rule = _infer_by_fake(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not _depends_on_real_arguments(func, args, placeholder):
-                raise DataDependentError(None) from None
+                raise DataDependentError(f"the geometry of what {func} gives depends on values") from None
             return _infer_by_running(func, args, kwargs, placeholder)
         except _UNSUPPORTED as error:
             rule = _infer_from_zeros(func, args, kwargs, placeholder, error)
@@ -194,7 +194,7 @@ def _infer_from_zeros(func: Any, args: Any, kwargs: Any, placeholder: type, erro
     try:
         return _infer_by_running(func, args, kwargs, placeholder)
     except _UNSUPPORTED:
-        raise DataDependentError(error) from error
+        raise DataDependentError(f"torch has no shape rule for {func}", error) from error
 
 
 def _infer_by_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule:

@@ -65,6 +65,7 @@ class Answers:
             value = entry.received.get(leaf)
             return entry.placeholder(leaf) if value is None else self._handed[value]
 
+        result: Any
         if entry.answer is not None:
             result = entry.answer
         elif entry.bare:

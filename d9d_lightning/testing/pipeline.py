@@ -1,19 +1,23 @@
 """All ranks of a pipeline in one process, in simulated order, with no process group.
 
 The stages share one module object, as two V stages of one rank do, so gradients add up in the module's own parameters
-and can be compared with plain autograd one by one.
+and can be compared with plain autograd one by one. While a rank computes, the parameters that it would not hold in a
+process of its own are placeholders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from d9d_lightning.errors import ScheduleDeadlockError
+from d9d_lightning.errors import PlaceholderReadError, ScheduleDeadlockError, UnplannedCallError
+from d9d_lightning.partition.placeholder import Placeholder
+from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.runtime.executor import Observer, PipelineExecutor
 from d9d_lightning.schedule import ActionBase, ActionKind, Program
 from d9d_lightning.stage.planner import Planner
@@ -81,7 +85,26 @@ class LocalPipeline:
         """
         if self.planner.placement is None:
             self.planner.place(step, microbatches[0], program.stage_to_rank)
-        plans = [self.planner.plan(kind, step, microbatch) for microbatch in microbatches]
+        backup = {p: None if p.grad is None else p.grad.clone() for p in self.module.parameters()}
+        try:
+            return self._run_once(step, microbatches, program, finish, kind, observer, fresh=False)
+        except (UnplannedCallError, PlaceholderReadError):
+            for parameter, gradient in backup.items():
+                parameter.grad = gradient
+            return self._run_once(step, microbatches, program, finish, kind, observer, fresh=True)
+
+    def _run_once(
+        self,
+        step: StepCall,
+        microbatches: Sequence[Microbatch],
+        program: Program,
+        finish: Finish,
+        kind: str,
+        observer: Observer | None,
+        *,
+        fresh: bool,
+    ) -> LocalRun:
+        plans = [self.planner.plan(kind, step, microbatch, fresh=fresh) for microbatch in microbatches]
         result = LocalRun(outputs=[None] * len(microbatches))
 
         def keep(microbatch: Microbatch, output: Any) -> Tensor | None:
@@ -94,6 +117,7 @@ class LocalPipeline:
             PipelineStage(stage, self._replays(plans, stage, worlds[stage]), step, microbatches, keep)
             for stage in range(program.num_stages)
         ]
+        absent = [self._find_absent(plans, program, rank) for rank in range(program.pp_size)]
         mailbox = Mailbox()
         executors = [
             PipelineExecutor(
@@ -106,7 +130,7 @@ class LocalPipeline:
             for rank in range(program.pp_size)
         ]
         with self.planner.interceptor.installed():
-            self._run_interleaved(executors, program, mailbox, result)
+            self._run_interleaved(executors, absent, program, mailbox, result)
         for executor in executors:
             if executor.failure is not None:
                 raise executor.failure
@@ -124,8 +148,31 @@ class LocalPipeline:
                 replays[id(plan)] = Replay(self.module, self.planner.interceptor, self._scripts[key], world)
         return [replays[id(plan)] for plan in plans]
 
+    def _find_absent(self, plans: Sequence[Plan], program: Program, rank: int) -> list[_Absent]:
+        """Where the module holds parameters that a rank would not have, and what it would have instead."""
+        held: set[str] = set()
+        for plan in {plan.digest: plan for plan in plans}.values():
+            stages = parameter_stages(self.module, self.planner.units, plan.trace, plan.placement)
+            held |= {name for name, found in stages.items() if {program.stage_to_rank[s] for s in found} & {rank}}
+        absent = {}
+        for name, parameter in self.module.named_parameters():
+            if name not in held:
+                stand_in = Placeholder.like(parameter.detach(), name)
+                absent[id(parameter)] = nn.Parameter(stand_in, parameter.requires_grad)
+        return [
+            _Absent(module, name, parameter, absent[id(parameter)])
+            for module in self.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in absent
+        ]
+
     def _run_interleaved(
-        self, executors: Sequence[PipelineExecutor], program: Program, mailbox: Mailbox, result: LocalRun
+        self,
+        executors: Sequence[PipelineExecutor],
+        absent: Sequence[Sequence[_Absent]],
+        program: Program,
+        mailbox: Mailbox,
+        result: LocalRun,
     ) -> None:
         left = [list(executor.actions) for executor in executors]
         result.peak_graphs = [0] * len(executors)
@@ -133,13 +180,35 @@ class LocalPipeline:
             progress = False
             for rank, (executor, actions) in enumerate(zip(executors, left, strict=True)):
                 while actions and _can_run(actions[0], program, mailbox):
-                    executor.execute(actions.pop(0))
+                    with _without(absent[rank]):
+                        executor.execute(actions.pop(0))
                     progress = True
                     held = sum(len(result.stages[s]._graphs) for s in program.stages_of_rank[rank])
                     result.peak_graphs[rank] = max(result.peak_graphs[rank], held)
             if not progress:
                 waiting = ", ".join(f"rank {r}: {actions[0]}" for r, actions in enumerate(left) if actions)
                 raise ScheduleDeadlockError(f"every rank waits: {waiting}")
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """A parameter that a rank does not hold, at one of its places in the module."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    stand_in: nn.Parameter
+
+
+@contextlib.contextmanager
+def _without(absent: Sequence[_Absent]) -> Iterator[None]:
+    for place in absent:
+        place.module._parameters[place.name] = place.stand_in
+    try:
+        yield
+    finally:
+        for place in absent:
+            place.module._parameters[place.name] = place.parameter
 
 
 def _can_run(action: ActionBase, program: Program, mailbox: Mailbox) -> bool:
