@@ -36,9 +36,10 @@ def evaluate(weaver: Weaver, sequences: Sequences) -> Candidate | None:
     ranks = weaver.problem.num_ranks
     best: Candidate | None = None
     for allowance in ((0.0,) * ranks, (math.inf,) * ranks):
-        score = weaver.score(sequences, allowance)
+        woven = sequences[:]
+        score = weaver.score(woven, allowance)
         if score is not None and (best is None or score < best.score):
-            best = Candidate(score, sequences, allowance)
+            best = Candidate(score, woven, allowance)
     return best
 
 

@@ -69,17 +69,30 @@ class OrderProblem:
 
     @functools.cached_property
     def lower_bound(self) -> float:
-        """No order is faster than this: the work of a rank after its first input, and the way of one microbatch."""
+        """No order is faster than this: the way of one microbatch, and what every rank must work and wait."""
         forward, _, inputs, weights = self.costs.times
-        hop = self.costs.communication
-        reached = [0.0] * self.num_stages
+        reached = [0.0]
         for stage in range(1, self.num_stages):
-            away = self.rank_of[stage - 1] != self.rank_of[stage]
-            reached[stage] = reached[stage - 1] + forward[stage - 1] + (hop if away else 0.0)
-        hops = sum(self.rank_of[s - 1] != self.rank_of[s] for s in range(1, self.num_stages))
-        chain = reached[-1] + forward[-1] + sum(inputs) + hops * hop + weights[0]
-        heads = [min(reached[s] for s in stages) if self.barrier else 0.0 for stages in self.stages_of]
-        return max(chain, *(head + work for head, work in zip(heads, self.work, strict=True)))
+            reached.append(reached[-1] + forward[stage - 1] + self._hop(stage))
+        returned = [reached[-1] + forward[-1]]
+        for stage in reversed(range(1, self.num_stages)):
+            returned.append(returned[-1] + inputs[stage] + self._hop(stage))
+        returned.reverse()
+        bound = returned[0] + inputs[0] + weights[0]
+        for rank, stages in enumerate(self.stages_of):
+            head = min(reached[stage] for stage in stages)
+            waits = 0.0
+            if len(stages) == 1:
+                # Until the first input gradient is back, a rank can only run the forwards that it has memory for.
+                size = self.costs.activation[stages[0]]
+                fits = self.num_microbatches if size == 0 else int(self.limit / size + EPSILON)
+                waits = returned[stages[0]] - head - min(fits, self.num_microbatches) * forward[stages[0]]
+            bound = max(bound, (head if self.barrier else 0.0) + self.work[rank] + max(0.0, waits))
+        return bound
+
+    def _hop(self, stage: int) -> float:
+        """Latency between a stage and the one before it."""
+        return 0.0 if self.rank_of[stage - 1] == self.rank_of[stage] else self.costs.communication
 
 
 def codes_of(orders: Sequence[Sequence[ActionBase]]) -> Sequences:

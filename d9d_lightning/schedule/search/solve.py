@@ -14,12 +14,13 @@ from d9d_lightning.schedule.search.weave import WeaveOrder, Weaver
 
 __all__ = ["find_order"]
 
-# Effort is counted in clocked orders, never in seconds: every rank must come to the same order. Large programs are close
-# to their bound already and each clocking takes longer, so they get fewer.
+# Effort is counted in clocked orders, never in seconds: every rank must come to the same order. Large programs are
+# close to their bound already and each clocking takes longer, so they get fewer.
 _EFFORT = 22e6
 _MOST_TRIALS, _FEWEST_TRIALS = 10_000, 40
 _SIZE_FOR_BLOCKS = 6_000
 _SIZE_FOR_ALL_RULES = 4_000
+_SIZE_FOR_ATTEMPTS, _MORE_ATTEMPTS, _NEAR_ENOUGH = 300, 2, 1.015
 _SEED = 20_240_110
 _ALLOWED_SHARES = (0.999, 0.97, 0.9, 0.8, 0.6, 0.4, 0.2)
 
@@ -75,13 +76,25 @@ def _rank_starts(weaver: Weaver, proposals: Iterable[Sequences]) -> list[Candida
 
 
 def _refine(weaver: Weaver, starts: list[Candidate], effort: float) -> Candidate:
-    """Several starts get a short search, the best of them longer ones."""
+    """Search around the best starts; small problems that stay far from their bound get more attempts."""
     problem, rng = weaver.problem, random.Random(_SEED)
     trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _EFFORT / problem.num_actions**1.5)))
     pool = [_tune(weaver, candidate) for candidate in starts[:6]]
+    best = _attempt(weaver, pool, trials, rng)
+    for _ in range(_MORE_ATTEMPTS if problem.num_actions <= _SIZE_FOR_ATTEMPTS else 0):
+        if best.score[0] <= problem.lower_bound * _NEAR_ENOUGH:
+            break
+        mirrored = evaluate(weaver, mirror(best.sequences))
+        again = _attempt(weaver, [*pool, *([mirrored] if mirrored else [])], trials, rng)
+        best = min(best, again, key=lambda candidate: candidate.score)
+    return best
+
+
+def _attempt(weaver: Weaver, pool: list[Candidate], trials: int, rng: random.Random) -> Candidate:
+    """Several starts get a short search, the best of them longer ones."""
     for count, share, temperature in ((6, 0.3, 0.02), (3, 0.35, 0.01), (1, 0.35, 0.0)):
         pool = sorted(pool, key=lambda candidate: candidate.score)[:count]
-        if pool[0].score[0] <= problem.lower_bound + EPSILON:
+        if pool[0].score[0] <= weaver.problem.lower_bound + EPSILON:
             break
         each = int(trials * share / len(pool))
         pool = [improve(weaver, candidate, each, temperature, rng) for candidate in pool]
@@ -94,7 +107,8 @@ def _tune(weaver: Weaver, candidate: Candidate) -> Candidate:
     for share in _ALLOWED_SHARES:
         target = best.score[0]
         allowance = tuple(max(0.0, target - work) * share for work in weaver.problem.work)
-        score = weaver.score(candidate.sequences, allowance, target)
+        sequences = candidate.sequences[:]
+        score = weaver.score(sequences, allowance, target)
         if score is not None and score < best.score:
-            best = Candidate(score, candidate.sequences, allowance)
+            best = Candidate(score, sequences, allowance)
     return best

@@ -54,8 +54,11 @@ class Weaver:
     def score(self, sequences: Sequences, allowance: Sequence[float], worst: float = math.inf) -> Score | None:
         """Clock an order.
 
+        Where a forward does not fit in memory and no weight gradient is left to make room, the next input gradient is
+        moved before it; the repaired row replaces the one in ``sequences``.
+
         Args:
-            sequences: Forwards and input gradients of every rank.
+            sequences: Forwards and input gradients of every rank; the outer list may change.
             allowance: For every rank, how long it may idle before a weight gradient may make an input wait.
             worst: Give up once the makespan is sure to be longer than this.
 
@@ -67,7 +70,7 @@ class Weaver:
         worst += EPSILON
         while stack:
             rank = stack.pop()
-            if not self._advance(rank, sequences[rank], allowance[rank]):
+            if not self._advance(rank, sequences, allowance[rank]):
                 return None
             start = self._first[rank] if self.problem.barrier else 0.0
             if start + self._idle[rank] + self.problem.work[rank] > worst:
@@ -85,7 +88,7 @@ class Weaver:
         """The whole order, weight gradients included, of sequences that :meth:`score` accepts."""
         record: WeaveOrder = [[] for _ in sequences]
         self._record = record
-        self.score(sequences, allowance)
+        self.score(sequences[:], allowance)
         self._record = None
         return record
 
@@ -98,8 +101,9 @@ class Weaver:
         self._woven = [0] * ranks
         self._blocked = [_NOTHING] * ranks
 
-    def _advance(self, rank: int, sequence: list[int], allowed: float) -> bool:
+    def _advance(self, rank: int, sequences: Sequences, allowed: float) -> bool:
         """Run a rank until it waits for another one; false if it runs out of memory."""
+        sequence = sequences[rank]
         ends, source, hop, time, change = self._ends, self._source, self._hop, self._time, self._change
         at, now, memory = self._at[rank], self._now[rank], self._memory[rank]
         late, size, limit = self._late[rank], len(sequence), self.problem.limit + EPSILON
@@ -115,7 +119,10 @@ class Weaver:
             if not code & 1 and memory + change[code] > limit:
                 now, memory = self._make_room(rank, now, memory, limit - change[code])
                 if memory + change[code] > limit:
-                    return False
+                    if (repaired := _bring_backward_before(sequence, at)) is None:
+                        return False
+                    sequence = sequences[rank] = repaired
+                    continue
             if ready > now:
                 now, memory = self._fill_gap(rank, now, memory, ready, allowed)
             elif self._first[rank] < 0:
@@ -170,6 +177,14 @@ class Weaver:
                 end, _ = self._weave(rank, stage, end, 0.0)
             lengths.append(end if self.problem.barrier else end - self._first[rank])
         return max(lengths), sum(length * length for length in lengths)
+
+
+def _bring_backward_before(sequence: list[int], at: int) -> list[int] | None:
+    """The row with its next input gradient moved to a position; None if there is none."""
+    for later in range(at + 1, len(sequence)):
+        if sequence[later] & 1:
+            return [*sequence[:at], sequence[later], *sequence[at:later], *sequence[later + 1 :]]
+    return None
 
 
 def to_actions(order: WeaveOrder) -> list[list[ActionBase]]:
