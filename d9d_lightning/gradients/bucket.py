@@ -26,11 +26,13 @@ class AbstractGradientBucket(ABC):
 
     Attributes:
         slots: The parameters, in the order in which backward is expected to reach them.
+        begun: Some parameter became done in this step.
         launched: The reduction has begun; no gradient may change until :meth:`mark_sync`.
     """
 
     def __init__(self, slots: Sequence[GradientSlot]) -> None:
         self.slots = tuple(slots)
+        self.begun = False
         self.launched = False
         self._pending = set(self.slots)
 
@@ -46,6 +48,7 @@ class AbstractGradientBucket(ABC):
 
     def begin_step(self) -> None:
         """Count from zero."""
+        self.begun = False
         self.launched = False
         for slot in self.slots:
             slot.begin_step()
@@ -57,6 +60,7 @@ class AbstractGradientBucket(ABC):
 
     def settle(self, slot: GradientSlot) -> None:
         """Note that one parameter is done."""
+        self.begun = True
         self._pending.discard(slot)
 
     @abstractmethod

@@ -82,9 +82,22 @@ class BucketLedger:
         """
         self._seen_ready += [bucket for bucket in self.order if bucket.ready and bucket not in self._seen_ready]
         # In one order on all replicas, whatever order they become ready in: collectives match by their order.
-        while self._next < len(self.order) and (flush or self.order[self._next].ready):
+        while self._next < len(self.order) and (flush or self._is_due(self._next)):
             self.order[self._next].launch()
             self._next += 1
+
+    def _is_due(self, position: int) -> bool:
+        # A bucket without expectations (all frozen) is ready from the start; it leaves with the next one that is.
+        following = self.order[position:]
+        return following[0].ready and any(bucket.ready and bucket.begun for bucket in following)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop the gradients of all parameters, those of frozen ones too, as optimizers do."""
+        for bucket in self.order:
+            bucket.zero_grad(set_to_none)
+        for entry in self._entries:
+            if entry.parameter not in self.slots:
+                entry.parameter.grad = None
 
     def complete(self) -> None:
         """Hand over all reduced gradients and begin the next step."""

@@ -203,8 +203,7 @@ class GradientSynchronizer:
                     "first, or abandon() to drop the step"
                 )
             self._adopt(ledger)
-            for bucket in ledger.order:
-                bucket.zero_grad(set_to_none)
+            ledger.zero(set_to_none)
             ledger.begin_step()
 
     def abandon(self) -> None:
@@ -217,8 +216,7 @@ class GradientSynchronizer:
         with ledger.lock:
             ledger.advance(flush=True)
             ledger.complete()
-            for bucket in ledger.order:
-                bucket.zero_grad(set_to_none=True)
+            ledger.zero(set_to_none=True)
 
     # ---- gradients ----
 

@@ -55,6 +55,23 @@ def test_empty_mesh_means_no_replicas() -> None:
     synchronizer.unbind()
 
 
+def test_contract_is_the_same_without_replicas() -> None:
+    """One accumulation too many is an error at one replica too, so that it shows before there are two."""
+    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    synchronizer = GradientSynchronizer([[("w", weight), frozen]], 1, 1)
+    synchronizer.bind(mesh=())
+    weight.sum().backward()
+    with pytest.raises(GradientSyncError, match=r"w \(2 of 1"):
+        weight.sum().backward()
+    synchronizer.abandon()
+    weight.sum().backward()
+    frozen.grad = torch.ones(2)
+    synchronizer.wait()
+    synchronizer.zero_grad()
+    assert weight.grad is None
+    assert frozen.grad is None
+
+
 def test_lifecycle_errors_say_what_to_do() -> None:
     """Every method needs a bound synchronizer, and binding twice is refused."""
     synchronizer = GradientSynchronizer([[nn.Parameter(torch.ones(2))]], 1, 1)

@@ -321,6 +321,22 @@ def test_frozen_then_unfrozen_then_frozen_again() -> None:
 
 
 @distributed(ranks=2)
+def test_gradient_given_by_hand_to_a_frozen_parameter() -> None:
+    """A parameter frozen after bind is still averaged, and zeroed, if somebody gives it a gradient during the step."""
+    net = make_net()
+    synchronizer = start(net, 1)
+    net.requires_grad_(False)
+    synchronizer.zero_grad(set_to_none=True)
+    synchronizer.set_required_accumulations(1)
+    net.first.bias.grad = torch.full_like(net.first.bias, float(dist.get_rank()))
+    synchronizer.wait()
+    assert (net.first.bias.grad == 0.5).all()
+    assert net.last.bias.grad is None
+    synchronizer.zero_grad(set_to_none=True)
+    assert net.first.bias.grad is None
+
+
+@distributed(ranks=2)
 def test_everything_frozen_costs_nothing_and_waits_for_nothing() -> None:
     """Without trainable parameters there is no bucket and wait returns."""
     net = make_net().requires_grad_(False)
