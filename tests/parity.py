@@ -17,6 +17,7 @@ from d9d_lightning.testing.pipeline import LocalPipeline, LocalRun
 from d9d_lightning.values import Microbatch
 
 Step = Callable[..., Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class StepModule(nn.Module):
@@ -46,9 +47,19 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain gradient descent."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW as most people use it."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 @dataclass
 class Trained:
-    """A module after a few optimizer steps, with the gradients of each."""
+    """A module after a few optimizer steps, with the gradients of each, and for each the loss of every microbatch."""
 
     module: nn.Module
     losses: list[list[float]]
@@ -61,10 +72,10 @@ def _snapshot(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in module.named_parameters()}
 
 
-def train_plain(module: nn.Module, batches: Sequence[Any], count: int, lr: float = 0.1) -> Trained:
+def train_plain(module: nn.Module, batches: Sequence[Any], count: int, make_optimizer: MakeOptimizer = sgd) -> Trained:
     """One device that accumulates the same microbatches."""
     result = Trained(copy.deepcopy(module), [], [], [])
-    optimizer = torch.optim.SGD([p for p in result.module.parameters() if p.requires_grad], lr=lr)
+    optimizer = make_optimizer([p for p in result.module.parameters() if p.requires_grad])
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         pieces = microbatches_of(batch, count, index)
@@ -81,14 +92,21 @@ def train_plain(module: nn.Module, batches: Sequence[Any], count: int, lr: float
 
 
 def train_pipeline(
-    module: nn.Module, batches: Sequence[Any], count: int, *, schedule: str, ranks: int, lr: float = 0.1, **planner: Any
+    module: nn.Module,
+    batches: Sequence[Any],
+    count: int,
+    *,
+    schedule: str,
+    ranks: int,
+    make_optimizer: MakeOptimizer = sgd,
+    **planner: Any,
 ) -> Trained:
     """All ranks of a pipeline in this process."""
     own = copy.deepcopy(module)
     sinks = [(own, "log")] if hasattr(own, "log") else []
     result = Trained(own, [], [], [], Planner(own, sinks, **planner))
     pipeline = LocalPipeline(own, result.planner)
-    optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=lr)
+    optimizer = make_optimizer([p for p in own.parameters() if p.requires_grad])
     for index, batch in enumerate(batches):
         optimizer.zero_grad()
         pieces = microbatches_of(batch, count, index)
