@@ -12,6 +12,7 @@ of microseconds an operator, and leaves a real tensor unchanged when a fake one 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -73,9 +74,12 @@ class Placeholder(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def like(cls, tensor: torch.Tensor, origin: str, requires_grad: bool = False) -> Placeholder:
-        """A placeholder of the same geometry as ``tensor``."""
-        return cls(shapes.Geometry.of(tensor), origin, None, requires_grad)
+    def like(cls, tensor: torch.Tensor, origin: str, device: torch.device | None = None) -> Placeholder:
+        """A placeholder of the same geometry as ``tensor``; on ``device`` where the tensor is on the meta device."""
+        geometry = shapes.Geometry.of(tensor)
+        if device is not None and tensor.is_meta:
+            geometry = dataclasses.replace(geometry, device=device)
+        return cls(geometry, origin)
 
     @classmethod
     def non_leaf(cls, geometry: shapes.Geometry, origin: str) -> Placeholder:

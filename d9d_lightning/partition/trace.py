@@ -77,6 +77,7 @@ def trace_step(
     exchange: Exchange | None = None,
     silenced: Sequence[nn.Module] = (),
     keep_plain_state: bool = False,
+    device: torch.device | None = None,
 ) -> Trace:
     """Run the step once and record it. Afterwards everything is as it was before.
 
@@ -89,6 +90,7 @@ def trace_step(
         depth: How much is really computed.
         exchange: Runs units on their owners, for depth VALUES of a module that is spread over processes.
         silenced: Modules whose attributes need no restoring.
+        device: Where parameters that have no memory yet will live.
         keep_plain_state: Leave state that holds no tensor as the run left it.
 
     Raises:
@@ -99,7 +101,7 @@ def trace_step(
     snapshot = ModuleSnapshot(root, silenced)
     keep: list[str] = []
     try:
-        with cured_afterwards(), _traced_parameters(root, tracer, depth):
+        with cured_afterwards(), _traced_parameters(root, tracer, depth, device):
             inputs = copy_containers((args, dict(kwargs)), _fresh_copy())
             tracer.watch_inputs(tensors_in(inputs))
             tracer.watch_state(snapshot.copies)
@@ -132,16 +134,23 @@ def _fresh_copy() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _traced_parameters(root: nn.Module, tracer: _Tracer, depth: TraceDepth) -> Iterator[None]:
+def _traced_parameters(
+    root: nn.Module, tracer: _Tracer, depth: TraceDepth, device: torch.device | None
+) -> Iterator[None]:
     """Mark where each parameter comes from; at depth SHAPES, put placeholders in the place of all of them."""
     replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
     stand_ins: dict[int, nn.Parameter] = {}
     for name, parameter in root.named_parameters():
         stand_in = parameter
         if depth is TraceDepth.SHAPES:
-            stand_in = nn.Parameter(Placeholder.like(parameter.detach(), name), parameter.requires_grad)
+            stand_in = nn.Parameter(Placeholder.like(parameter.detach(), name, device), parameter.requires_grad)
         stand_ins[id(parameter)] = stand_in
         tracer.add_parameter(name, stand_in)
+    if depth is TraceDepth.SHAPES:
+        for module in root.modules():  # the snapshot puts the buffers back
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = Placeholder.like(buffer, name, device)
     try:
         for module in root.modules():
             for name, held in module._parameters.items():

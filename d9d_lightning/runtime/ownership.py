@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from d9d_lightning.partition.placeholder import Placeholder
@@ -76,12 +77,12 @@ def lent_parameters(
             module._parameters[name] = held
 
 
-def release_parameters(root: nn.Module, ownership: Ownership, rank: int) -> None:
+def release_parameters(root: nn.Module, ownership: Ownership, rank: int, device: torch.device) -> None:
     """Put placeholders in the place of parameters that this rank does not hold; their memory is freed."""
     given_up: dict[int, nn.Parameter] = {}
     for name, parameter in root.named_parameters():
         if rank not in ownership.parameters[name] and not isinstance(parameter, Placeholder):
-            stand_in = Placeholder.like(parameter.detach(), name)
+            stand_in = Placeholder.like(parameter.detach(), name, device)
             given_up[id(parameter)] = nn.Parameter(stand_in, parameter.requires_grad)
     for module in root.modules():
         for name, held in module._parameters.items():

@@ -20,8 +20,11 @@ from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.executor import Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.runtime.materialize import materialize, needs_materializing
 from d9d_lightning.runtime.ownership import Ownership, find_ownership, lent_parameters, release_parameters
+from d9d_lightning.runtime.solitary import NoTransport
 from d9d_lightning.runtime.transport import ProcessTransport
 from d9d_lightning.schedule import Program
 from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
@@ -86,7 +89,7 @@ class Pipeline:
         self.size = size
         self.loss_owner = self.stage_to_rank[-1]
         self.is_loss_owner = rank == self.loss_owner
-        self.planner = Planner(module, sinks, silenced, units, split_points)
+        self.planner = Planner(module, sinks, silenced, units, split_points, torch.device(device))
         self._groups = groups
         self._agreement = Agreement(groups, rank)
         if groups is not None:
@@ -155,10 +158,22 @@ class Pipeline:
             raise PartitionError("the module could not be placed")
         return placement
 
-    def release(self) -> None:
-        """Give up the parameters of other ranks: placeholders of the same names take their place."""
+    def release(self, seed: int = 0, values_follow: bool = False) -> None:
+        """Give up the parameters of other ranks: placeholders of the same names take their place.
+
+        What this rank owns of a module built on the meta device gets memory and values.
+
+        Args:
+            seed: Seed of the run.
+            values_follow: A checkpoint is about to be loaded.
+
+        Raises:
+            PartitionError: Nothing fills a parameter or buffer of a module built on the meta device.
+        """
+        if needs_materializing(self.module):
+            materialize(self.module, set(self.owned_parameters), self._device, seed=seed, values_follow=values_follow)
         if self.size > 1:
-            release_parameters(self.module, self._owners, self.rank)
+            release_parameters(self.module, self._owners, self.rank, self._device)
             self.planner.exchange = self._exchange()
             self.planner.lend = self._lend
 
@@ -195,7 +210,7 @@ class Pipeline:
         self._check_program(program)
         if not training and kind in self._lockstep_kinds:
             return self._run_in_lockstep(step, microbatches, finish)
-        backup = _GradientBackup(self.owned_parameters) if training else None
+        backup = GradientBackup(self.owned_parameters) if training else None
         try:
             plans = self._plans(kind, step, microbatches, fresh=False)
             outcome = self._run_once(step, microbatches, program, plans, finish, observer, fresh=False)
@@ -289,7 +304,7 @@ class Pipeline:
 
     def _begin_transport(self, plans: list[Plan]) -> Transport:
         if self._transport is None:
-            return _NoTransport()
+            return NoTransport()
         self._transport.begin(plans)
         return self._transport
 
@@ -354,37 +369,3 @@ class Pipeline:
             for microbatch, output in zip(microbatches, outputs, strict=True):
                 finish(microbatch, output)
         return StepOutcome(outputs if self.is_loss_owner else None, lockstep=True)
-
-
-class _GradientBackup:
-    """Gradients as they were before a batch, for a batch that has to run again."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = list(parameters.values())
-        self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
-
-    def undo(self) -> None:
-        for parameter, kept in zip(self._parameters, self._kept, strict=True):
-            parameter.grad = kept
-
-
-class _NoTransport:
-    """One rank has all stages, so nothing travels."""
-
-    def send_forward(self, stage: int, microbatch: int, values: Any) -> None:
-        raise PipelineError(f"stage {stage} would send although one rank has all stages")
-
-    send_backward = send_forward
-
-    def post_forward(self, stage: int, microbatch: int) -> None:
-        raise PipelineError(f"stage {stage} would receive although one rank has all stages")
-
-    post_backward = post_forward
-
-    def take_forward(self, stage: int, microbatch: int) -> Any:
-        raise PipelineError(f"stage {stage} would receive although one rank has all stages")
-
-    take_backward = take_forward
-
-    def finish(self) -> None:
-        """Nothing was sent."""

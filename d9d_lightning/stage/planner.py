@@ -60,6 +60,7 @@ class Planner:
         silenced: Modules whose attributes a trace need not restore.
         unit_patterns: Names or patterns of units that the user wants.
         split_points: Units that stages begin with.
+        device: Where parameters that have no memory yet will live.
 
     Attributes:
         units: Units by qualified name.
@@ -79,8 +80,10 @@ class Planner:
         silenced: Sequence[nn.Module] = (),
         unit_patterns: Sequence[str] | None = None,
         split_points: Sequence[str] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.root = root
+        self._device = device
         self._sinks = tuple(sinks)
         self._silenced = tuple(silenced)
         self._split_points = split_points
@@ -152,6 +155,7 @@ class Planner:
             exchange=self.exchange if depth is TraceDepth.VALUES else None,
             silenced=self._silenced,
             keep_plain_state=keep_plain_state,
+            device=self._device,
         )
 
     def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:
