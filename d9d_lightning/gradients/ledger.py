@@ -59,7 +59,7 @@ class BucketLedger:
         """Set how many accumulations make each parameter done."""
         for _, slot in self.slots.values():
             slot.required = overrides.get(slot.parameter, default)
-            if slot.required is not None and slot.count > slot.required:
+            if slot.limit is not None and slot.count > slot.limit:
                 self._surplus.append(slot)
         for bucket in self.order:
             bucket.refresh()
@@ -72,6 +72,16 @@ class BucketLedger:
                 bucket, slot = self.slots[parameter]
                 slot.marked = True
                 bucket.settle(slot)
+        self.advance()
+
+    def extrapolate(self, parameters: Iterable[torch.Tensor], times: int) -> None:
+        """Expect of each parameter ``times`` times what it has had; of one that has had nothing, nothing is known."""
+        for parameter in parameters:
+            if parameter in self.slots:
+                bucket, slot = self.slots[parameter]
+                slot.expected = slot.count * times or None
+                if slot.done:
+                    bucket.settle(slot)
         self.advance()
 
     def advance(self, flush: bool = False) -> None:

@@ -34,6 +34,7 @@ class GradientSlot:
         parameter: The parameter.
         dtype: Element type in which its gradient is accumulated.
         required: Accumulations that make it done; None: only :attr:`marked` does.
+        expected: The same for this step only, where it was derived from the step's beginning.
         count: Accumulations in this step.
         marked: The caller has said that all accumulations are done.
         touched: An accumulation has reached ``parameter.grad`` since it was last zeroed by the synchronizer.
@@ -44,6 +45,7 @@ class GradientSlot:
         self.parameter = parameter
         self.dtype = dtype
         self.required: int | None = None
+        self.expected: int | None = None
         self.count = 0
         self.marked = False
         self.touched = False
@@ -55,7 +57,12 @@ class GradientSlot:
     @property
     def done(self) -> bool:
         """Whether another accumulation in this step would be one too many."""
-        return self.marked or (self.required is not None and self.count >= self.required)
+        return self.marked or (self.limit is not None and self.count >= self.limit)
+
+    @property
+    def limit(self) -> int | None:
+        """Accumulations that make it done in this step; None: unknown."""
+        return self.required if self.expected is None else self.expected
 
     @property
     def settled(self) -> bool:
@@ -65,12 +72,13 @@ class GradientSlot:
     @property
     def progress(self) -> str:
         """For error messages."""
-        return f"{self.name} ({self.count} of {'unknown' if self.required is None else self.required} accumulations)"
+        return f"{self.name} ({self.count} of {'unknown' if self.limit is None else self.limit} accumulations)"
 
     def begin_step(self) -> None:
         """Forget what was counted."""
         self.count = 0
         self.marked = False
+        self.expected = None
 
     def place(self, buffer: torch.Tensor, offset: int) -> None:
         """Give the gradient its range of a flat buffer, keeping a gradient that exists already."""

@@ -141,6 +141,26 @@ class GradientSynchronizer:
         with ledger.lock:
             ledger.mark(parameters)
 
+    def expect_repeats(self, parameters: Iterable[torch.Tensor], times: int) -> None:
+        """Say that these parameters have just had the first of ``times`` equal backwards of this step.
+
+        Where counts are unknown beforehand, this lets buckets leave inside the last backward instead of after it.
+        Parameters that the first backward did not reach stay unknown until :meth:`mark_done` or :meth:`finish`.
+
+        Args:
+            parameters: Parameters of the part whose first backward is over; others are skipped.
+            times: How many backwards of that part the step has.
+
+        Raises:
+            GradientSyncError: If not bound, or inside :meth:`no_sync`.
+            ValueError: If ``times`` is not a positive number.
+        """
+        ledger = self._syncing("expect_repeats")
+        if times < 1:
+            raise ValueError(f"times is {times}; give the number of backwards in the step, at least 1")
+        with ledger.lock:
+            ledger.extrapolate(parameters, times)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate only: inside this block accumulations neither count nor start a reduction.

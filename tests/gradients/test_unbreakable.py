@@ -475,6 +475,27 @@ def test_gradients_that_come_without_hooks() -> None:
 
 
 @distributed(ranks=2)
+def test_counts_extrapolated_from_the_first_backward() -> None:
+    """Told how often the first backward repeats, buckets leave inside the last one; what it did not reach waits."""
+    net, reference = make_net(), make_net()
+    synchronizer = start(net, None)
+    for window in range(2):
+        for number, gate in enumerate([False, True, False]):
+            net(batches(3 * window + number)[dist.get_rank()], gate).backward()
+            reference_backward(reference, 3 * window + number, (gate, gate))
+            if number == 0:
+                synchronizer.expect_repeats([*net.parameters(), torch.ones(1)], 3)
+            launched = {bucket.slots[0].name for bucket in synchronizer.buckets if bucket.launched}
+            assert ("last.weight" in launched) == (number == 2)
+            assert "gate.weight" not in launched
+        synchronizer.finish()
+        synchronizer.wait()
+        assert_same_gradients(net, reference)
+        net.zero_grad()
+        reference.zero_grad()
+
+
+@distributed(ranks=2)
 def test_accumulation_after_mark_done_is_named() -> None:
     """Who said that a parameter is done and accumulates again is told so."""
     net = make_net()
