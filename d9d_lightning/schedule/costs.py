@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from d9d_lightning.errors import ScheduleError
 from d9d_lightning.schedule.actions import ActionBase, ActionKind
@@ -56,6 +57,16 @@ class Costs:
                 raise ScheduleError(f"Costs.{entry.name} is {value}; expected numbers of at least 0")
         if any(share > 1 for share in _numbers(self.held_for_weight)):
             raise ScheduleError(f"Costs.held_for_weight is {self.held_for_weight}; it is a share, from 0 to 1")
+
+    def divide(self, parts: int) -> Costs:
+        """Costs of one of several equal stages that a stage of these costs is cut into; latency stays."""
+        changes: dict[str, Any] = {}
+        for name in ("forward", "backward_input", "backward_weight", "backward_full", "overlap", "gradient_reduction"):
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                raise ScheduleError(f"Costs.{name} has one number per stage; only costs equal for all can be divided")
+            changes[name] = None if value is None else value / parts
+        return dataclasses.replace(self, **changes)
 
     def for_stages(self, num_stages: int) -> StageCosts:
         """One number per stage for everything.

@@ -21,6 +21,7 @@ from d9d_lightning.schedule.families.zb_h1 import ZeroBubbleH1ProgramBuilder
 from d9d_lightning.schedule.families.zb_h2 import ZeroBubbleH2ProgramBuilder
 from d9d_lightning.schedule.families.zbv import ZeroBubbleVPipelineProgramBuilder
 from d9d_lightning.schedule.search.problem import EPSILON, OrderProblem, codes_of
+from d9d_lightning.schedule.search.rounds import propose_rounds
 from d9d_lightning.schedule.search.solve import find_order
 from d9d_lightning.schedule.search.weave import to_actions
 from d9d_lightning.schedule.simulate import measure_orders
@@ -39,7 +40,16 @@ class AutomaticProgramBuilder(ComputeOrderBuilder):
     local search moves forwards and input gradients), and returns the fastest. The answer depends on its arguments
     only, so every rank comes to the same.
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFF...IWFIWFIWFIWFIWIWIWIW
+          0123   00411522633744556677
+        1 .FFF..IFIWFIWFIWFIWFIWIWIWW
+           012  031042153264375465767
+        2 ..FF.IFIFIWFIWFIWFIWFIWIWWW
+            01 0213204315426537647567
+        3 ...FIFIFIFIWFIWFIWFIWFIWWWW
+             001122330441552663774567
 
     Bubble and memory are those of the order found: at most those of the best fixed schedule within the limit.
 
@@ -142,3 +152,5 @@ def _fixed_orders(problem: OrderProblem) -> Iterator[Orders]:
         except ScheduleError:
             continue
         yield builder.order(problem.num_microbatches, problem.num_ranks)
+    if problem.num_stages == problem.num_ranks and problem.limit >= max(problem.costs.activation):
+        yield from map(to_actions, propose_rounds(problem))

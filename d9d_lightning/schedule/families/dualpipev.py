@@ -22,7 +22,16 @@ __all__ = ["DualPipeVProgramBuilder"]
 class DualPipeVProgramBuilder(ComputeOrderBuilder):
     """DualPipe (DeepSeek-AI, arXiv 2412.19437, section 3.2.1), cut in half: two stages per rank in a V.
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFfiwfiwfiwfFb-...fB-b-.fB-b-.fB-b-.fB-b-IWIWIWIW
+          0123456000111222373    40 4  51 5  62 6  73 7 44556677
+        1 .FFFFFfFfiwfiwfFb-..fB-Fb-fB-b-.fB-b-.fB-b-B-.iIwIWIWW
+           0123405100211362   40 73 51 4  62 5  73 6 4  75765767
+        2 ..FFFfFfFfiwfFb-.fB-Fb-fB-Fb-fB-b-.fB-b-B-.b-I.iIWIwWW
+            0120314200351  40 62 51 73 62 4  73 5 4  6 5 7657767
+        3 ...FfFfFfFfFb-fB-Fb-fB-Fb-fB-Fb-fB-b-B-.b-B-.iI.iIwWwW
+             0011223340 40 51 51 62 62 73 73 4 4  5 5  66 776677
 
     With S = 2p stages and F&B the time of an overlapped pair, the bubble is (S / 2 - 1)(F&B + B - 3W) in stage costs
     (F = I, W <= F), and the peak S + 1 stage activations. It pays where a forward and a backward really overlap.

@@ -12,7 +12,16 @@ __all__ = ["ForwardOnlyProgramBuilder"]
 class ForwardOnlyProgramBuilder(ComputeOrderBuilder):
     """Evaluation: each microbatch runs through all stages, the one furthest on first.
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFF...
+          01234567
+        1 .FFFFFFFF..
+           01234567
+        2 ..FFFFFFFF.
+            01234567
+        3 ...FFFFFFFF
+             01234567
 
     Bubble (p - 1)F in a loop of one stage per rank, 2(p - 1)F of a chunk in a V. Outputs leave as early as they can,
     and few microbatches wait between stages.

@@ -12,7 +12,16 @@ __all__ = ["GPipeProgramBuilder"]
 class GPipeProgramBuilder(ComputeOrderBuilder):
     """GPipe (Huang et al., arXiv 1811.06965, section 2.3).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFF.........B-B-B-B-B-B-B-B-
+          01234567         0 1 2 3 4 5 6 7
+        1 .FFFFFFFF......B-B-B-B-B-B-B-B-..
+           01234567      0 1 2 3 4 5 6 7
+        2 ..FFFFFFFF...B-B-B-B-B-B-B-B-....
+            01234567   0 1 2 3 4 5 6 7
+        3 ...FFFFFFFFB-B-B-B-B-B-B-B-......
+             012345670 1 2 3 4 5 6 7
 
     Bubble (p - 1)(F + I + W), peak of m activations on every rank.
     """

@@ -11,7 +11,16 @@ __all__ = ["Interleaved1F1BProgramBuilder"]
 class Interleaved1F1BProgramBuilder(InterleavedOrderBuilder):
     """Interleaved 1F1B (Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFffffFFF...b-Fb-.fb-fb-fB-fB-B-.B-.b-.b-.b-.b-B-B-B-B-
+          01230123456   0 71  42 53 60 71 2  3  4  5  6  7 4 5 6 7
+        1 .FFFFffffF..b-Fb-Fb-Fb-fB-fB-fB-fB-.b-.b-.b-.b-B-B-B-B-..
+           012301234  0 51 62 73 40 51 62 73  4  5  6  7 4 5 6 7
+        2 ..FFFFfff.b-fb-Fb-Fb-FB-FB-fB-fB-fb-fb-.b-.b-B-B-B-B-....
+            0123012 0 31 42 53 60 71 42 53 64 75  6  7 4 5 6 7
+        3 ...FFFFfb-fb-fb-fb-FB-FB-FB-FB-fb-fb-fb-fb-B-B-B-B-......
+             012300 11 22 33 40 51 62 73 44 55 66 77 4 5 6 7
 
     Bubble (p - 1)(F + I + W) / v, peak of p + (p - 1) / v activations, v times the communication of 1F1B. Microbatches
     come in whole rounds of the ranks.

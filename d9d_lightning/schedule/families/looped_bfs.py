@@ -11,7 +11,16 @@ __all__ = ["LoopedBFSProgramBuilder"]
 class LoopedBFSProgramBuilder(LoopedOrderBuilder):
     """Breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953, section 4).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFFffffffff.........b-b-b-b-b-b-b-b-B-B-B-B-B-B-B-B-
+          0123456701234567         7 6 5 4 3 2 1 0 7 6 5 4 3 2 1 0
+        1 .FFFFFFFFffffffff......b-b-b-b-b-b-b-b-B-B-B-B-B-B-B-B-..
+           0123456701234567      7 6 5 4 3 2 1 0 7 6 5 4 3 2 1 0
+        2 ..FFFFFFFFffffffff...b-b-b-b-b-b-b-b-B-B-B-B-B-B-B-B-....
+            0123456701234567   7 6 5 4 3 2 1 0 7 6 5 4 3 2 1 0
+        3 ...FFFFFFFFffffffffb-b-b-b-b-b-b-b-B-B-B-B-B-B-B-B-......
+             01234567012345677 6 5 4 3 2 1 0 7 6 5 4 3 2 1 0
 
     Bubble (p - 1)(F + I + W) / v, peak of m activations on every rank. Runs the microbatches of a stage together, so
     it stands latency well, and the gradients of a stage are complete early.

@@ -12,7 +12,16 @@ __all__ = ["OneForwardOneBackwardProgramBuilder"]
 class OneForwardOneBackwardProgramBuilder(ComputeOrderBuilder):
     """1F1B, also PipeDream-flush or DAPPLE (Narayanan et al., arXiv 2006.09503, section 3).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFF......B-FB-FB-FB-FB-.B-.B-.B-
+          0123      0 41 52 63 74  5  6  7
+        1 .FFF....B-FB-FB-FB-FB-FB-.B-.B-..
+           012    0 31 42 53 64 75  6  7
+        2 ..FF..B-FB-FB-FB-FB-FB-FB-.B-....
+            01  0 21 32 43 54 65 76  7
+        3 ...FB-FB-FB-FB-FB-FB-FB-FB-......
+             00 11 22 33 44 55 66 77
 
     Bubble (p - 1)(F + I + W) without latency, peak of min(p - rank, m) activations, any number of microbatches.
     """

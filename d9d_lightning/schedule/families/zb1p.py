@@ -11,7 +11,16 @@ __all__ = ["InterleavedZeroBubbleProgramBuilder"]
 class InterleavedZeroBubbleProgramBuilder(InterleavedOrderBuilder):
     """The schedule of ZB-H1 (Qi et al., arXiv 2401.10241, section 3.1) on interleaved stages.
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFffff...iwFiwFiwFiwFIWfIWfIWfIWfiwiwiwiwIWIWIWIW
+          01230123   0041152263370041152263374455667744556677
+        1 .FFFFfff..ifiwFiwFiwFIwFIWfIWfIWfiWfiwiwiwIwIWIWIWW
+           0123012  03104215326037104215326437546576475465767
+        2 ..FFFFff.ififiwFiwFIwFIwFIWfIWfiWfiWfiwiwIwIwIWIWWW
+            012301 021320431502613720431542653764754657647567
+        3 ...FFFFfifififiwFIwFIwFIwFIWfiWfiWfiWfiwIwIwIwIWWWW
+             012300112233040151262373044155266377445566774567
 
     Bubble (p - 1)(F + I - W) / v where W <= min(F, I), peak of p activations (v = 2). One forward ahead for each rank
     that follows; rank r does its weight gradients r turns late. Microbatches come in whole rounds of the ranks.

@@ -12,7 +12,16 @@ __all__ = ["ZeroBubbleH1ProgramBuilder"]
 class ZeroBubbleH1ProgramBuilder(ComputeOrderBuilder):
     """ZB-H1 (Qi et al., arXiv 2401.10241, section 3.1).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFF...IWFIWFIWFIWFIWIWIWIW
+          0123   00411522633744556677
+        1 .FFF..IFIWFIWFIWFIWFIWIWIWW
+           012  031042153264375465767
+        2 ..FF.IFIFIWFIWFIWFIWFIWIWWW
+            01 0213204315426537647567
+        3 ...FIFIFIFIWFIWFIWFIWFIWWWW
+             001122330441552663774567
 
     Bubble (p - 1)(F + I - W) where W <= min(F, I), peak of p activations. Rank r does its weight gradients r turns
     late, so input gradients go up the pipeline without waiting for them.

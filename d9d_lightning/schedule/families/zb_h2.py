@@ -13,7 +13,16 @@ __all__ = ["ZeroBubbleH2ProgramBuilder"]
 class ZeroBubbleH2ProgramBuilder(ComputeOrderBuilder):
     """ZB-H2 (Qi et al., arXiv 2401.10241, section 3.2).
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFIWFIWIWIWIWIWIWIW...
+          012345600711223344556677
+        1 .FFFFFIFIFIWFIWIWIWIWIWWW..
+           012340516207314253647567
+        2 ..FFFIFIFIFIFIWFIWIWIWWWWW.
+            012031425364075162734567
+        3 ...FIFIFIFIFIFIFIWFIWWWWWWW
+             001122334455660771234567
 
     Bubble of ``cost`` (p - 1)(F + I - 2W) where W <= min(F, I): none with F = I = W. It takes a peak of 2p - 1
     activations, and needs an optimizer step without a barrier: ``span`` is that of ZB-H1.

@@ -13,7 +13,16 @@ __all__ = ["ZeroBubbleVPipelineProgramBuilder"]
 class ZeroBubbleVPipelineProgramBuilder(ComputeOrderBuilder):
     """ZB-V (Qi et al., arXiv 2401.10241, section 6): the order of the paper, filtered to the wanted microbatches.
 
-    TIMELINE
+    4 ranks, 8 microbatches, F = I = W::
+
+        0 FFFFFFFfiwfiwfiwfiwFIWfiwIWfiwIWfiwIWfiwIWIWIWIW...
+          012345600011122233370044411555226663377744556677
+        1 .FFFFFfFfiwfiwfiwFIWfiwFIWfiwIWfiwIWfiwIiIWIWIWwW..
+           012340510021132260043371154422655337664754657677
+        2 ..FFFfFfFfiwfiwFIWfiwFIWfiwFIWfiwIWfiwIiIiIWIWwwWW.
+            012031420031150042261153372264433755465764756767
+        3 ...FfFfFfFfiwFIWfiwFIWfiwFIWfiwFIWfiwIiIiIiIWwwwWWW
+             001122330040041151152262263373374445566774567567
 
     With F = I = W the bubble of ``cost`` is zero and that of ``span`` is (p - 1)F / 2 (F of a whole rank); the peak is
     p activations on every rank. The pattern needs m >= 2p - 1; with fewer it is cut short and leaves bubbles, which the

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from d9d_lightning.schedule.search.problem import EPSILON, OrderProblem, Sequences
+from d9d_lightning.schedule.search.problem import EPSILON, OrderProblem
+from d9d_lightning.schedule.search.weave import WeaveOrder
 
 __all__ = ["propose_rounds"]
 
 
-def propose_rounds(problem: OrderProblem) -> Iterator[Sequences]:
-    """Orders of the eight combinations of the paper's three choices; one stage per rank only."""
+def propose_rounds(problem: OrderProblem) -> Iterator[WeaveOrder]:
+    """Whole orders of the eight combinations of the paper's three choices; one stage per rank only."""
     for overshoot, skip, eager in itertools.product((False, True), repeat=3):
         yield _Rounds(problem, overshoot, skip, eager).build()
 
@@ -43,9 +44,9 @@ class _Rounds:
         self.idle = [0.0] * self.ranks
         self.done = [[0] * self.ranks for _ in range(3)]
         self.ends: list[list[list[float]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
-        self.orders: Sequences = [[] for _ in range(self.ranks)]
+        self.orders: WeaveOrder = [[] for _ in range(self.ranks)]
 
-    def build(self) -> Sequences:
+    def build(self) -> WeaveOrder:
         for rank in range(self.ranks):
             self._put(rank, 0, self._forward_ready(rank))
         extra = self._count_extra_forwards()
@@ -56,6 +57,9 @@ class _Rounds:
             self._put(rank, 1, self._input_ready(rank))
         while self.done[1][0] < self.count:
             self._run_round()
+        for rank in range(self.ranks):
+            while self._late(rank):
+                self._put(rank, 2, self.now[rank])
         return self.orders
 
     def _count_extra_forwards(self) -> list[int]:
@@ -138,7 +142,7 @@ class _Rounds:
         self.memory[rank] += (self.size[rank], self.kept[rank] - self.size[rank], -self.kept[rank])[kind]
         if kind < 2:
             self.ends[kind][rank].append(end)
-            self.orders[rank].append(2 * rank + kind)
+        self.orders[rank].append((kind, rank))
 
     def _late(self, rank: int) -> int:
         return self.done[1][rank] - self.done[2][rank]

@@ -9,7 +9,6 @@ from d9d_lightning.schedule.search.blocks import V_HALF, V_MIN, arrange_blocks
 from d9d_lightning.schedule.search.greedy import RULES, run_greedy
 from d9d_lightning.schedule.search.improve import Candidate, evaluate, improve
 from d9d_lightning.schedule.search.problem import EPSILON, OrderProblem, Sequences, mirror
-from d9d_lightning.schedule.search.rounds import propose_rounds
 from d9d_lightning.schedule.search.weave import WeaveOrder, Weaver
 
 __all__ = ["find_order"]
@@ -51,9 +50,7 @@ def _propose(problem: OrderProblem) -> Iterator[Sequences]:
         if order is not None:
             yield order
             yield mirror(order)
-    if all(len(stages) == 1 for stages in problem.stages_of):
-        yield from propose_rounds(problem)
-    elif problem.num_actions <= _SIZE_FOR_BLOCKS and problem.num_ranks > 1:
+    if problem.num_stages > problem.num_ranks and problem.num_actions <= _SIZE_FOR_BLOCKS and problem.num_ranks > 1:
         for block in (V_HALF, V_MIN):
             yield arrange_blocks(block, problem.num_ranks, problem.num_microbatches, int(problem.limit + EPSILON))
 
