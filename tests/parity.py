@@ -159,3 +159,34 @@ def _assert_tensor(what: str, expected: Tensor | None, got: Tensor | None, exact
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     error = float((expected - got).abs().max()) if expected.numel() else 0.0
     assert error <= 1e-5 * largest + 1e-9, f"{what}: differs by {error:.3g}, largest {largest:.3g}"
+
+
+def assert_same_outcome(before: nn.Module, expected: Trained, got: Trained, *, apart_from: str = "") -> None:
+    """Every parameter and buffer agrees, each within 1e-5 of its largest value and 1e-3 of its update.
+
+    Args:
+        before: The module before training.
+        expected: One device.
+        got: A pipeline.
+        apart_from: Parameters whose names end so are not compared.
+    """
+    initial, theirs = dict(before.named_parameters()), dict(expected.module.named_parameters())
+    for name, parameter in got.module.named_parameters():
+        if not apart_from or not name.endswith(apart_from):
+            assert_close(f"parameter {name}", theirs[name].detach(), parameter.detach(), initial[name].detach())
+    buffers = dict(expected.module.named_buffers())
+    for name, buffer in got.module.named_buffers():
+        assert_close(f"buffer {name}", buffers[name], buffer, torch.zeros_like(buffer))
+    assert all(stage.is_clean for run in got.runs for stage in run.stages)
+
+
+def assert_close(what: str, expected: Tensor, got: Tensor, before: Tensor) -> None:
+    """Within 1e-5 of the tensor's largest value and 1e-3 of its update, or of two units in the last place of it."""
+    if not expected.dtype.is_floating_point or not expected.numel():
+        assert torch.equal(expected, got), what
+        return
+    largest, error = float(expected.abs().max()), float((expected - got).abs().max())
+    update = float((expected - before).abs().max())
+    assert error <= 1e-5 * largest, f"{what}: differs by {error:.3g}, largest {largest:.3g}"
+    resolution = 2 * torch.finfo(expected.dtype).eps * largest
+    assert error <= max(1e-3 * update, resolution), f"{what}: differs by {error:.3g}, its update is {update:.3g}"

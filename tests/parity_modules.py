@@ -470,14 +470,14 @@ class Case:
         make: Builds the module.
         batch: The batch of a number.
         reference: What it must equal.
-        key_bias: Names of attention's key biases end so, and the part of the tensor that belongs to the keys. Softmax
-            does not see them, so their gradient is rounding noise, of which AdamW makes whole steps.
+        key_bias: How the names of attention's key biases end. Softmax does not see them, so their gradient is rounding
+            noise, of which AdamW makes whole steps.
     """
 
     make: Callable[[], StepModule]
     batch: Callable[..., Any]
     reference: str = WHOLE
-    key_bias: tuple[str, slice] | None = None
+    key_bias: str = ""
 
     @property
     def name(self) -> str:

@@ -208,8 +208,10 @@ class ModuleSnapshot:
         for generator, state in self._generators.values():
             generator.set_state(state)
         for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are fixed once it is made
+                module._buffers.clear()
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer
         self._random.restore()
 
 

@@ -10,6 +10,7 @@ import fnmatch
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from d9d_lightning.errors import PartitionError
 
@@ -32,9 +33,11 @@ def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_atomic(module: nn.Module) -> bool:
-    # Parts of these are not called one by one: fused kernels, parametrized weights, scripted code.
+    # Parts of these are not called one by one: fused kernels, parametrized weights, scripted code. And a backward hook
+    # needs the graph from the module's outputs to its inputs in one piece.
     script = type(module).__module__.startswith("torch.jit") or hasattr(module, "_c")
-    return isinstance(module, _ATOMIC) or hasattr(module, "parametrizations") or script
+    hooked = bool(module._backward_hooks or module._backward_pre_hooks)
+    return isinstance(module, _ATOMIC) or hasattr(module, "parametrizations") or script or hooked
 
 
 def _holds_layer_list(module: nn.Module) -> bool:
@@ -54,8 +57,9 @@ def canonical_units(root: nn.Module, patterns: Sequence[str] | None = None) -> d
         patterns: Names or ``fnmatch`` patterns (``"net.blocks.*"``) that are units whatever the walk would choose.
 
     Raises:
-        PartitionError: A pattern matches no submodule with parameters.
+        PartitionError: A pattern matches no submodule with parameters, or a parameter has no shape yet.
     """
+    _check_initialized(root)
     total = parameter_count(root)
     forced = _match(root, patterns or ())
     units: dict[str, nn.Module] = {}
@@ -85,6 +89,16 @@ def canonical_units(root: nn.Module, patterns: Sequence[str] | None = None) -> d
 
     walk(root, "", False)
     return units
+
+
+def _check_initialized(root: nn.Module) -> None:
+    lazy = [name for name, parameter in root.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise PartitionError(
+            f"the parameters {lazy!r} have no shape yet (lazy layers take it from their first input), so they can be "
+            "neither placed nor given to an optimizer. Expected: a module whose parameters exist at setup; run it on a "
+            "sample in __init__ or configure_model, or give the sizes (nn.Linear instead of nn.LazyLinear)."
+        )
 
 
 def _match(root: nn.Module, patterns: Sequence[str]) -> frozenset[str]:

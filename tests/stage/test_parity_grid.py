@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import parity_modules, parity_transformers
-from tests.parity import Trained, adamw, sgd, train_pipeline, train_plain
+from tests.parity import Trained, adamw, assert_same_outcome, sgd, train_pipeline, train_plain
 from tests.parity_modules import SAME_MICROBATCHES, SIZE_ONE, Case
 
 CASES: dict[str, Case] = {**parity_modules.CASES, **parity_transformers.CASES}
@@ -60,43 +60,15 @@ def assert_parity(combination: Combination) -> None:
     expected = reference(name, count if per_microbatch else 1, optimizer)
     module, batches = build(name)
     got = train_pipeline(module, batches, count, schedule=schedule, ranks=size, make_optimizer=OPTIMIZERS[optimizer])
-    assert all(stage.is_clean for run in got.runs for stage in run.stages)
-    before, theirs = dict(module.named_parameters()), dict(expected.module.named_parameters())
-    for key, parameter in got.module.named_parameters():
-        seen = [without_key_bias(CASES[name], key, t.detach()) for t in (theirs[key], parameter, before[key])]
-        assert_close(f"parameter {key}", *seen)
-    state = dict(expected.module.named_buffers())
-    for key, buffer in got.module.named_buffers():
-        assert_close(f"buffer {key}", state[key], buffer, torch.zeros_like(buffer))
+    assert_same_outcome(module, expected, got, apart_from=CASES[name].key_bias)
     for step, (ours, whole) in enumerate(zip(got.losses, expected.losses, strict=True)):
         assert batch_mean(ours) == pytest.approx(batch_mean(whole), rel=1e-5), f"loss of step {step}"
-
-
-def without_key_bias(case: Case, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter without what has no effect on the loss."""
-    if case.key_bias is None or not key.endswith(case.key_bias[0]):
-        return tensor
-    kept = torch.ones_like(tensor, dtype=torch.bool)
-    kept[case.key_bias[1]] = False
-    return tensor[kept]
 
 
 def batch_mean(losses: list[float]) -> float:
     """Mean over the samples of a batch of 8, cut as evenly as it can be."""
     sizes = [len(part) for part in torch.tensor_split(torch.arange(8), len(losses))]
     return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / 8
-
-
-def assert_close(what: str, expected: torch.Tensor, got: torch.Tensor, before: torch.Tensor) -> None:
-    """Within 1e-5 of the tensor's largest value and 1e-3 of its update, or of two units in the last place of it."""
-    if not expected.dtype.is_floating_point or not expected.numel():
-        assert torch.equal(expected, got), what
-        return
-    largest, error = float(expected.abs().max()), float((expected - got).abs().max())
-    update = float((expected - before).abs().max())
-    assert error <= 1e-5 * largest, f"{what}: differs by {error:.3g}, largest {largest:.3g}"
-    resolution = 2 * torch.finfo(expected.dtype).eps * largest
-    assert error <= max(1e-3 * update, resolution), f"{what}: differs by {error:.3g}, its update is {update:.3g}"
 
 
 def test_the_chosen_combinations_hold_every_pair() -> None:
