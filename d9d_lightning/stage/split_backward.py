@@ -34,7 +34,6 @@ from d9d_lightning.stage.weight_rules import HookedTensorError
 
 __all__ = ["WeightPass", "full_backward", "split_backward"]
 
-
 _HOOKED = "saved tensors have hooks (activation checkpointing or offloading), which a second pass would run again"
 
 
@@ -78,13 +77,8 @@ def split_backward(
     ]
     leading = [pair for pair, group in zip(live, cut.weight_roots, strict=True) if group is None]
     arrivals: list[Arrival] = []
-    nodes = [walk.nodes[fork.position] for fork in cut.forks]
-    handles = [plan.listen(node, arrivals) for plan, node in zip(plans, nodes, strict=True)]
-    try:
-        found = iter(_run_input_pass(leading, wanted, cut.keeps_graph))
-    finally:
-        for handle in handles:
-            handle.remove()
+    forks = [(plan, walk.nodes[fork.position]) for plan, fork in zip(plans, cut.forks, strict=True)]
+    found = iter(_run_input_pass(leading, wanted, forks, arrivals, cut.keeps_graph))
     gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
     return gradients, WeightPass(arrivals, weight_roots, cut.group_sizes)
 
@@ -145,15 +139,25 @@ def _edge_of(tensor: Tensor) -> Edge:
 
 
 def _run_input_pass(
-    leading: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], keeps_graph: bool
+    leading: Sequence[tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    forks: Sequence[tuple[ForkPlan, Any]],
+    arrivals: list[Arrival],
+    keeps_graph: bool,
 ) -> Sequence[Tensor | None]:
-    """Run the nodes that lead to inputs, each once."""
+    """Run the nodes that lead to inputs, each once, and note in ``arrivals`` what reaches the forks."""
     if not leading:
         return [None] * len(inputs)
     roots, gradients = zip(*leading, strict=True)
-    return _engine_run_backward(
-        roots, gradients, keeps_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
+    handles = [plan.listen(node, arrivals) for plan, node in forks]
+    try:
+        return _engine_run_backward(
+            roots, gradients, keeps_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        )
+    finally:
+        # a hook refers to its plan and the plan to its node: left there, nothing would ever be freed
+        for handle in handles:
+            handle.remove()
 
 
 def _plan_forks(walk: Walk, cut: Cut) -> list[ForkPlan] | None:
