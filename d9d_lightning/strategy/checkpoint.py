@@ -6,7 +6,7 @@ the parts of the other ranks one after the other. Reading needs no communication
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from d9d_lightning.errors import PipelineConfigurationError
-from d9d_lightning.strategy.optimizers import OptimizerLayout, to_global_state, to_local_state
+from d9d_lightning.strategy.optimizers import OptimizerLayout, to_local_state
 from d9d_lightning.strategy.stream import receive_tree, send_tree
 from d9d_lightning.strategy.whole import Ownership
 
-__all__ = ["gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "optimizer_state"]
+__all__ = ["gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "own_entries"]
 
 NAMED_PARTS = ("state_dict", "current_model_state")
 """Entries of a checkpoint that map the module's names to tensors; the second one is written by weight averaging."""
@@ -42,22 +42,23 @@ def local_state_dict(module: LightningModule, ownership: Ownership, is_loss_owne
 
     What is neither a parameter nor a buffer (extra state, keys of an overridden ``state_dict``) is the loss owner's.
     """
+    return own_entries(module.state_dict(), module, ownership, is_loss_owner)
+
+
+def own_entries(
+    state: Mapping[str, Any], module: nn.Module, ownership: Ownership, is_loss_owner: bool
+) -> dict[str, Any]:
+    """The entries of a state dict that this rank saves."""
     names = canonical_names(module)
     return {
-        key: value
-        for key, value in module.state_dict().items()
-        if (ownership.saves(names[key]) if key in names else is_loss_owner)
+        key: value for key, value in state.items() if (ownership.saves(names[key]) if key in names else is_loss_owner)
     }
-
-
-def optimizer_state(optimizer: Optimizer, layout: OptimizerLayout, owned: Mapping[str, Tensor]) -> dict[str, Any]:
-    """State of this rank's optimizer under the ids of the whole module."""
-    return to_global_state(optimizer.state_dict(), layout, owned)
 
 
 def gather_checkpoint(
     checkpoint: MutableMapping[str, Any],
     *,
+    keep: Callable[[Mapping[str, Any]], dict[str, Any]],
     order: Sequence[str],
     process: int,
     processes: Sequence[int],
@@ -68,6 +69,7 @@ def gather_checkpoint(
 
     Args:
         checkpoint: What Lightning collected on this rank. Changed on the first process only.
+        keep: Entries of a state dict that this rank saves.
         order: Names of the whole module in their usual order.
         process: This process within the pipeline.
         processes: Global ranks of the pipeline.
@@ -75,6 +77,10 @@ def gather_checkpoint(
         spool: Directory for large tensors on their way.
     """
     parts = (*NAMED_PARTS, "optimizer_states")
+    for key in NAMED_PARTS:
+        if key in checkpoint:
+            # hooks may have put other tensors under the same names, such as averages of the whole module
+            checkpoint[key] = keep(checkpoint[key])
     if process:
         send_tree({key: checkpoint[key] for key in parts if key in checkpoint}, processes[0], group)
         return

@@ -45,13 +45,16 @@ def read_layout(optimizer: Optimizer, module: nn.Module) -> OptimizerLayout:
     )
 
 
-def prune_optimizer(optimizer: Optimizer, layout: OptimizerLayout, owned: Mapping[str, Tensor]) -> None:
+def prune_optimizer(
+    optimizer: Optimizer, layout: OptimizerLayout, owned: Mapping[str, Tensor], *, drop_state: bool = True
+) -> None:
     """Keep this rank's parameters only; every group stays, even an empty one.
 
     Args:
         optimizer: The user's optimizer.
         layout: Its layout, from before.
         owned: This rank's parameters by name.
+        drop_state: Whether state of what is given up is dropped.
     """
     for group, names in zip(optimizer.param_groups, layout.groups, strict=True):
         kept, places = [], []
@@ -65,6 +68,8 @@ def prune_optimizer(optimizer: Optimizer, layout: OptimizerLayout, owned: Mappin
         group["params"] = kept
         if "param_names" in group:
             group["param_names"] = [group["param_names"][place] for place in places]
+    if not drop_state:
+        return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]:
         del optimizer.state[parameter]

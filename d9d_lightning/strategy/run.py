@@ -37,8 +37,8 @@ from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
 from d9d_lightning.strategy.meeting import Meeting
 from d9d_lightning.strategy.metrics import bind_metrics
-from d9d_lightning.strategy.optimizers import OptimizerLayout, prune_optimizer, read_layout
 from d9d_lightning.strategy.options import StrategyOptions
+from d9d_lightning.strategy.owned_optimizer import OwnedOptimizer
 from d9d_lightning.strategy.placement import PlacedModule, find_placed
 from d9d_lightning.strategy.precision import prepare_scaler
 from d9d_lightning.strategy.programs import Programs
@@ -85,9 +85,11 @@ class Run:
         self._messenger = make_messenger(world, self._programs, device)
         self._hooks = HookWrappers(module, options.owner_only_hooks)
         self._epochs = EpochEnds(trainer, module, self._messenger, eager=world.axes.data > 1)
-        self._callbacks = CallbackAdapters(trainer, is_first=not any(astuple(world.position)))
+        self._callbacks = CallbackAdapters(
+            trainer, module, is_first=not any(astuple(world.position)), is_split=world.axes.pipeline > 1
+        )
         self.meeting = Meeting(world.axes.world, f"run{next(_RUNS)}")
-        self._layouts: dict[int, OptimizerLayout] = {}
+        self._optimizers: dict[int, OwnedOptimizer] = {}
         self._placed: PlacedModule | None = None
         self._shared: Sequence[SharedGroup] = ()
         self._reduction: GradientReduction | None = None
@@ -138,15 +140,15 @@ class Run:
         refuse_optimizers(self._module, optimizers)
         known = self.is_placed
         for optimizer in optimizers:
-            self._layouts[id(optimizer)] = read_layout(optimizer, self._module)
+            self._optimizers[id(optimizer)] = OwnedOptimizer(optimizer, self._module)
         self._placed = place_module(
             self._trainer, self._module, self._options, self._world, self._programs, self._messenger
         )
         shared = shared_groups(self._world, self._programs, self._placed.engine.parameter_owners)
         if not known:
             agree_on_values(self._module, self._placed.ownership, self._world, shared)
-        for optimizer in optimizers:
-            prune_optimizer(optimizer, self._layouts[id(optimizer)], self.owned)
+        for owned_optimizer in self._optimizers.values():
+            owned_optimizer.prune(self.owned)
         self._placed.engine.release()
         self._shared = shared
 
@@ -214,20 +216,24 @@ class Run:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the optimizer state, under global ids."""
-        return checkpoints.optimizer_state(optimizer, self._layouts[id(optimizer)], self.owned)
+        return self._optimizers[id(optimizer)].state()
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer state."""
-        checkpoints.load_optimizer(optimizer, state, self._layouts[id(optimizer)], self.owned)
+        self._optimizers[id(optimizer)].load(state)
 
     def gather(self, checkpoint: MutableMapping[str, Any], path: Any) -> None:
         """Bring the parts of this pipeline to its first process; collective."""
         groups = self._world.groups
         if groups is None or self._world.axes.pipeline == 1 or self._world.position.data:
             return
+        self._callbacks.complete(checkpoint, [one.group_names for one in self._optimizers.values()])
         directory = Path(path).parent
         checkpoints.gather_checkpoint(
             checkpoint,
+            keep=lambda state: checkpoints.own_entries(
+                state, self._module, self.placed.ownership, self._messenger.is_source
+            ),
             order=self.placed.names,
             process=self._world.position.pipeline,
             processes=groups.processes,
