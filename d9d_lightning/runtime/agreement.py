@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from d9d_lightning.errors import PartitionError, PipelineError, RankFailedError
-from d9d_lightning.partition.structure import constant_key, flatten
 from d9d_lightning.runtime.groups import PipelineGroups
-from d9d_lightning.values import Microbatch, StepStatus
+from d9d_lightning.stage.signature import Described
+from d9d_lightning.values import StepStatus
 
 __all__ = ["Agreement", "BatchMismatchError", "fingerprint"]
 
@@ -25,20 +25,18 @@ class BatchMismatchError(PipelineError, RuntimeError):
     """The ranks of one pipeline were given different batches."""
 
 
-def fingerprint(microbatches: Sequence[Microbatch], *, thorough: bool) -> int:
+def fingerprint(batch: Sequence[Described], *, thorough: bool) -> int:
     """A number that ranks with the same batch have in common.
 
     Args:
-        microbatches: The slices of the batch.
+        batch: The slices of the batch.
         thorough: Look at every element instead of a sample. Tensors on an accelerator are only looked at then, since
             reading them makes the host wait.
     """
     text = hashlib.blake2b(digest_size=7)
-    for microbatch in microbatches:
-        template, tensors = flatten((microbatch.args, dict(microbatch.kwargs)))
-        text.update(f"{microbatch.size}{constant_key(template)}".encode())
-        for tensor in tensors:
-            text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+    for described in batch:
+        text.update(f"{described.microbatch.size}{described.signature}".encode())
+        for tensor in described.tensors:
             if tensor.layout is torch.strided and (thorough or tensor.device.type == "cpu"):
                 text.update(_content(tensor.detach(), thorough))
     return int.from_bytes(text.digest(), "little")
@@ -66,7 +64,7 @@ class Agreement:
         self._rank = rank
         self._batches = 0
 
-    def before(self, microbatches: Sequence[Microbatch], needs_plan: bool) -> bool:
+    def before(self, batch: Sequence[Described], needs_plan: bool) -> bool:
         """Whether some rank needs a new plan for this batch.
 
         Raises:
@@ -76,7 +74,7 @@ class Agreement:
             return needs_plan
         self._batches += 1
         thorough = self._batches <= 3 or self._batches % 100 == 0
-        own = fingerprint(microbatches, thorough=thorough)
+        own = fingerprint(batch, thorough=thorough)
         largest, negated_smallest, needed = self._groups.maximum([own, -own, int(needs_plan)])
         if largest != -negated_smallest:
             raise BatchMismatchError(

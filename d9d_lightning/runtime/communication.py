@@ -7,6 +7,7 @@ operations, in one order that both ends derive from the names, and the transport
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,7 @@ class StageCommunicationHandler:
                 )
         self._requires_grad: bool | None = None
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
+        self._peers: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name}, stage {self._stage_index})"
@@ -145,7 +147,7 @@ class StageCommunicationHandler:
             raise PipelineTransferError(
                 f"{self}: microbatch {microbatch_index} is received twice; take it with get_inputs() first"
             )
-        buffers = {key: entry.meta.allocate(self._wire_device()) for key, entry in received.items()}
+        buffers = {key: entry.meta.allocate(self._wire_device) for key, entry in received.items()}
         operations = []
         for key, entry in received.items():
             wire = _wire_form(entry.meta.in_memory_order(buffers[key]))
@@ -179,7 +181,9 @@ class StageCommunicationHandler:
         operations = []
         for key, entry in expected.items():
             self._check_tensor(key, entry.meta, outputs[key], f"stage {entry.to_stage}")
-            value = outputs[key].detach().to(self._wire_device())
+            value = outputs[key].detach()
+            if value.device != self._wire_device:
+                value = value.to(self._wire_device)
             wire = _wire_form(entry.meta.in_memory_order(value))
             if wire.numel() > 0:
                 operations.append(dist.P2POp(dist.isend, wire, self._peer_of(entry.to_stage), self._group))
@@ -266,6 +270,7 @@ class StageCommunicationHandler:
             return received.device if self._device is None else self._device
         return received.device if received.device.type == meta.device_type else torch.device(meta.device_type)
 
+    @functools.cached_property
     def _wire_device(self) -> torch.device:
         """Where a tensor has to be for the backend of the group to carry it."""
         backend = dist.get_backend(self._group)
@@ -274,6 +279,12 @@ class StageCommunicationHandler:
         return torch.device("cpu") if backend == "gloo" or self._device is None else self._device
 
     def _peer_of(self, stage: int) -> int:
+        peer = self._peers.get(stage)
+        if peer is None:
+            peer = self._peers[stage] = self._find_peer(stage)
+        return peer
+
+    def _find_peer(self, stage: int) -> int:
         group = dist.group.WORLD if self._group is None else self._group
         rank = self._stage_to_rank[stage]
         if group is None or rank == dist.get_rank(group):

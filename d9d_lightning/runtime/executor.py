@@ -31,7 +31,13 @@ class Observer(Protocol):
 
 
 class Transport(Protocol):
-    """Moves values between ranks. Sends and posted receives return at once; ``take`` waits."""
+    """Moves values between ranks. Sends and posted receives return at once; ``take`` waits.
+
+    Attributes:
+        problem: What makes the step of this rank fail although every action ran.
+    """
+
+    problem: Exception | None
 
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
         """Send the outputs of a stage to the rank of the next one."""
@@ -101,6 +107,8 @@ class PipelineExecutor:
         for action in self.actions:
             self.execute(action)
         self._transport.finish()
+        if self.failure is None:
+            self.failure = self._transport.problem
 
     def execute(self, action: ActionBase) -> None:
         """Run one action."""

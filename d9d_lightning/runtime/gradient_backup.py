@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -16,8 +16,8 @@ class GradientBackup:
         parameters: This rank's parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = list(parameters.values())
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
         self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
 
     def undo(self) -> None:

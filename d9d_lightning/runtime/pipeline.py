@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -123,6 +124,10 @@ class Pipeline:
         owners = self._owners.parameters
         return {name: p for name, p in self.module.named_parameters() if self.rank in owners[name]}
 
+    @functools.cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        return list(self.owned_parameters.values())
+
     @property
     def own_stages(self) -> tuple[int, ...]:
         """Stages of this rank."""
@@ -149,8 +154,8 @@ class Pipeline:
                 placement = self.planner.place_by_registration(self.stage_to_rank)
             trace = self.planner.setup_trace
             self._ownership = find_ownership(self.module, self.planner.units, trace, placement, self.stage_to_rank)
-            for microbatch in microbatches:  # while the whole module is here
-                self.planner.plan(kind, step, microbatch)
+            for described in self.planner.describe(kind, microbatches):  # while the whole module is here
+                self.planner.plan(step, described)
         except Exception as problem:
             error = problem
         self._agreement.compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
@@ -174,6 +179,7 @@ class Pipeline:
             materialize(self.module, set(self.owned_parameters), self._device, seed=seed, values_follow=values_follow)
         if self.size > 1:
             release_parameters(self.module, self._owners, self.rank, self._device)
+            self.planner.refresh()
             self.planner.exchange = self._exchange()
             self.planner.lend = self._lend
 
@@ -210,7 +216,7 @@ class Pipeline:
         self._check_program(program)
         if not training and kind in self._lockstep_kinds:
             return self._run_in_lockstep(step, microbatches, finish)
-        backup = GradientBackup(self.owned_parameters) if training else None
+        backup = GradientBackup(self._trained) if training else None
         try:
             plans = self._plans(kind, step, microbatches, fresh=False)
             outcome = self._run_once(step, microbatches, program, plans, finish, observer, fresh=False)
@@ -240,13 +246,14 @@ class Pipeline:
             )
 
     def _plans(self, kind: str, step: StepCall, microbatches: Sequence[Microbatch], fresh: bool) -> list[Plan]:
-        missing = fresh or not all(self.planner.knows(kind, microbatch) for microbatch in microbatches)
-        missing = self._agreement.before(microbatches, missing)
+        described = self.planner.describe(kind, microbatches)
+        missing = fresh or not all(map(self.planner.knows, described))
+        missing = self._agreement.before(described, missing)
         plans: list[Plan] = []
         error: Exception | None = None
         try:
-            for microbatch in microbatches:
-                plans.append(self.planner.plan(kind, step, microbatch, fresh=fresh))
+            for microbatch in described:
+                plans.append(self.planner.plan(step, microbatch, fresh=fresh))
             if missing:
                 for plan in plans:
                     self._check_homes(plan)
@@ -325,9 +332,9 @@ class Pipeline:
             unplanned = isinstance(failure, UnplannedCallError | PlaceholderReadError) and not fresh
             status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
         status = self._agreement.after(status)
+        if status is not StepStatus.FINE and self._transport is not None:
+            self._transport.reset()
         if status is StepStatus.FAILED:
-            if self._transport is not None:
-                self._transport.reset()
             self._agreement.raise_first(failure, f"action {executor.failed_action}", executor.failed_at)
         return status
 

@@ -12,6 +12,8 @@ __all__ = ["NoTransport"]
 class NoTransport:
     """One rank has all stages, so nothing travels."""
 
+    problem: Exception | None = None
+
     def send_forward(self, stage: int, microbatch: int, values: Any) -> None:
         raise PipelineError(f"stage {stage} would send although one rank has all stages")
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from d9d_lightning.errors import UnplannedCallError
 from d9d_lightning.runtime.communication import StageCommunicationHandler
 from d9d_lightning.runtime.executor import Values
 from d9d_lightning.runtime.groups import PipelineGroups
@@ -22,7 +23,10 @@ from d9d_lightning.values import Plan, ValueId, ValueSpec
 __all__ = ["ProcessTransport"]
 
 _NONE_FLAGS = "~none"
-"""Name of the message that says which gradients are None; sorts after every value."""
+"""Name of the message that says which gradients are None; sorts after every value.
+
+Which ones are follows from the plan, so it is sent with the first microbatch of a plan only, and checked afterwards.
+"""
 
 _QUEUE_DEPTH = 8
 """Sends in flight before the oldest is waited for."""
@@ -43,14 +47,19 @@ class ProcessTransport:
         self._last = len(stage_to_rank) - 1
         self._device = device
         self._plans: list[Plan] = []
-        self._handlers: dict[tuple[str, int, str], StageCommunicationHandler] = {}
-        self._receiving: dict[tuple[str, int, int], list[dist.Work]] = {}
+        self._handlers: dict[tuple[str, int, str, bool], StageCommunicationHandler] = {}
+        self._receiving: dict[tuple[str, int, int], tuple[StageCommunicationHandler, list[dist.Work]]] = {}
         self._sending: deque[list[dist.Work]] = deque()
+        self._patterns: dict[tuple[int, str], tuple[bool, ...]] = {}
+        self._received_patterns: dict[tuple[int, str], tuple[bool, ...]] = {}
+        self._announced: set[tuple[int, str]] = set()
+        self.problem: Exception | None = None
         self._batched = dist.get_backend(groups.forward) == "nccl"
 
     def begin(self, plans: list[Plan]) -> None:
         """Prepare for a step: the plan of each microbatch."""
         self._plans = plans
+        self.problem = None
 
     # ---- forward ---------------------------------------------------------------------------------------------------
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
@@ -66,24 +75,40 @@ class ProcessTransport:
 
     # ---- backward --------------------------------------------------------------------------------------------------
     def send_backward(self, stage: int, microbatch: int, gradients: Values) -> None:
-        handler = self._handler("bwd", stage, microbatch)
         plan = self._plans[microbatch]
         if not gradients:
             return
         message = {v.name: _zeros(plan.spec(v)) if g is None else g for v, g in gradients.items()}
-        flags = [gradients[value] is None for value in sorted(gradients)]
-        message[_NONE_FLAGS] = torch.tensor(flags, dtype=torch.uint8)
-        self._start_send(handler.create_send_ops(message))
+        pattern = tuple([gradients[value] is None for value in sorted(gradients)])
+        edge = (stage, plan.digest)
+        first = edge not in self._patterns
+        if first:
+            self._patterns[edge] = pattern
+            message[_NONE_FLAGS] = torch.tensor(pattern, dtype=torch.uint8)
+        elif pattern != self._patterns[edge]:
+            self.problem = UnplannedCallError(
+                f"stage {stage} sends gradients for other values than before (None: {pattern}, was "
+                f"{self._patterns[edge]})"
+            )
+        self._start_send(self._handler("bwd", stage, microbatch, first).create_send_ops(message))
 
     def post_backward(self, stage: int, microbatch: int) -> None:
-        self._start_receive("bwd", stage, microbatch)
+        edge = (stage + 1, self._plans[microbatch].digest)
+        first = edge not in self._announced
+        self._announced.add(edge)
+        self._start_receive("bwd", stage, microbatch, first)
 
     def take_backward(self, stage: int, microbatch: int) -> dict[ValueId, Tensor | None]:
         arrived = self._finish_receive("bwd", stage, microbatch)
+        edge = (stage + 1, self._plans[microbatch].digest)
         flags = arrived.pop(_NONE_FLAGS, None)
-        missing = [] if flags is None else flags.tolist()
-        names = sorted(arrived)
-        return {ValueId.parse(name): None if none else arrived[name] for name, none in zip(names, missing, strict=True)}
+        if flags is not None:
+            self._received_patterns[edge] = tuple(bool(flag) for flag in flags.tolist())
+        pattern = self._received_patterns.get(edge, ())
+        return {
+            ValueId.parse(name): None if none else tensor
+            for (name, tensor), none in zip(sorted(arrived.items()), pattern, strict=bool(arrived))
+        }
 
     # ---- both ------------------------------------------------------------------------------------------------------
     def finish(self) -> None:
@@ -95,6 +120,9 @@ class ProcessTransport:
         self._receiving.clear()
         self._sending.clear()
         self._handlers.clear()
+        self._patterns.clear()
+        self._received_patterns.clear()
+        self._announced.clear()
 
     def _start_send(self, operations: list[dist.P2POp]) -> None:
         if not operations:
@@ -103,13 +131,14 @@ class ProcessTransport:
         if len(self._sending) > _QUEUE_DEPTH:
             _wait(self._sending.popleft())
 
-    def _start_receive(self, direction: str, stage: int, microbatch: int) -> None:
-        handler = self._handler(direction, stage, microbatch)
-        self._receiving[direction, stage, microbatch] = self._start(handler.create_receive_ops(microbatch))
+    def _start_receive(self, direction: str, stage: int, microbatch: int, with_flags: bool = False) -> None:
+        handler = self._handler(direction, stage, microbatch, with_flags)
+        works = self._start(handler.create_receive_ops(microbatch))
+        self._receiving[direction, stage, microbatch] = (handler, works)
 
     def _finish_receive(self, direction: str, stage: int, microbatch: int) -> dict[str, Tensor]:
-        _wait(self._receiving.pop((direction, stage, microbatch)))
-        handler = self._handler(direction, stage, microbatch)
+        handler, works = self._receiving.pop((direction, stage, microbatch))
+        _wait(works)
         return handler.get_inputs(microbatch) if handler.inputs else {}
 
     def _start(self, operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -117,13 +146,16 @@ class ProcessTransport:
             return list(dist.batch_isend_irecv(operations))
         return [work for op in operations if (work := op.op(op.tensor, group=op.group, **_peer(op))) is not None]
 
-    def _handler(self, direction: str, stage: int, microbatch: int) -> StageCommunicationHandler:
+    def _handler(
+        self, direction: str, stage: int, microbatch: int, with_flags: bool = False
+    ) -> StageCommunicationHandler:
         plan = self._plans[microbatch]
-        key = (direction, stage, plan.digest)
+        key = (direction, stage, plan.digest, with_flags)
         handler = self._handlers.get(key)
         if handler is None:
-            make = self._make_forward if direction == "fwd" else self._make_backward
-            handler = self._handlers[key] = make(plan, stage)
+            forward = direction == "fwd"
+            made = self._make_forward(plan, stage) if forward else self._make_backward(plan, stage, with_flags)
+            handler = self._handlers[key] = made
         return handler
 
     def _make_forward(self, plan: Plan, stage: int) -> StageCommunicationHandler:
@@ -141,16 +173,16 @@ class ProcessTransport:
             self._device,
         )
 
-    def _make_backward(self, plan: Plan, stage: int) -> StageCommunicationHandler:
+    def _make_backward(self, plan: Plan, stage: int, with_flags: bool) -> StageCommunicationHandler:
         boundary = plan.boundaries[stage]
         return StageCommunicationHandler(
             "bwd",
             stage,
             _MANY,
             stage + 1 if stage < self._last else None,
-            _gradient_specs(plan, boundary.sends),
+            _gradient_specs(plan, boundary.sends, with_flags),
             stage - 1 if stage > 0 else None,
-            _gradient_specs(plan, boundary.receives),
+            _gradient_specs(plan, boundary.receives, with_flags),
             self._hosts,
             self._groups.backward,
             self._device,
@@ -161,13 +193,13 @@ _MANY = 1 << 30
 """A handler serves any number of microbatches of its signature."""
 
 
-def _gradient_specs(plan: Plan, values: tuple[ValueId, ...]) -> Mapping[str, ValueSpec]:
+def _gradient_specs(plan: Plan, values: tuple[ValueId, ...], with_flags: bool) -> Mapping[str, ValueSpec]:
     specs = {
         value.name: ValueSpec(spec.shape, spec.stride, spec.dtype, spec.device, False)
         for value in values
         if (spec := plan.spec(value)).requires_grad
     }
-    if specs:
+    if specs and with_flags:
         specs[_NONE_FLAGS] = ValueSpec((len(specs),), (1,), torch.uint8, "cpu", False)
     return specs
 

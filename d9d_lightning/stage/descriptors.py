@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+_ROW_MAJOR = tuple(range(64))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """What sender and receiver of a tensor agree on.
@@ -56,6 +59,10 @@ class TensorMeta:
         return cls(shape, described.dtype, order, described.requires_grad, described.device)
 
     @property
+    def _is_row_major(self) -> bool:
+        return self.dim_order == _ROW_MAJOR[: len(self.shape)]
+
+    @property
     def can_require_grad(self) -> bool:
         """Whether autograd knows gradients of this element type."""
         return self.dtype.is_floating_point or self.dtype.is_complex
@@ -70,10 +77,12 @@ class TensorMeta:
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor with its dims in memory order, contiguous; copies only where it is not so already."""
-        return tensor.permute(self.dim_order).contiguous()
+        return tensor.contiguous() if self._is_row_major else tensor.permute(self.dim_order).contiguous()
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of the agreed shape, dtype and layout."""
+        if self._is_row_major:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
         strides = [0] * len(self.shape)
         step = 1
         for dim in reversed(self.dim_order):

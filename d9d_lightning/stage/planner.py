@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,36 +15,14 @@ from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placement import group_units, place_units
 from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
-from d9d_lightning.partition.structure import constant_key, flatten
+from d9d_lightning.partition.structure import flatten
 from d9d_lightning.partition.trace import Exchange, TraceDepth, trace_step
 from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
 from d9d_lightning.stage.replay import StepCall
+from d9d_lightning.stage.signature import Described, Signature, describe_batch
 from d9d_lightning.values import Microbatch, Placement, Plan, Trace, UnitCall
 
-__all__ = ["Planner", "Signature", "content_of", "signature_of"]
-
-Signature = tuple[Any, ...]
-
-
-def signature_of(root: nn.Module, microbatch: Microbatch) -> Signature:
-    """What a trace depends on: geometry and constants of the arguments, modes, and which parameters are trained."""
-    args = microbatch.args[:1] + microbatch.args[2:]  # the number of the batch decides nothing by itself
-    template, tensors = flatten((args, {k: v for k, v in microbatch.kwargs.items() if k != "batch_idx"}))
-    shapes = tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
-    trained = tuple([p.requires_grad for p in root.parameters()])
-    modes = tuple([m.training for m in root.modules()])
-    return (constant_key(template), shapes, hash(trained), hash(modes), torch.is_grad_enabled())
-
-
-def content_of(microbatch: Microbatch) -> str:
-    """A digest of everything the step is given."""
-    template, tensors = flatten((microbatch.args, dict(microbatch.kwargs)))
-    text = hashlib.sha256(repr(template).encode())
-    for tensor in tensors:
-        dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-        text.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return text.hexdigest()
-
+__all__ = ["Planner"]
 
 _PATIENCE = 4
 """Plans of one signature that may turn out wrong before the content of the batch becomes part of the signature."""
@@ -89,6 +66,9 @@ class Planner:
         self._split_points = split_points
         self.units = canonical_units(root, unit_patterns)
         self.interceptor = Interceptor(self.units, self._sinks)
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self.refresh()
         self.placement: Placement | None = None
         self.setup_trace = Trace((), frozenset(), frozenset())
         self.notes: list[str] = []
@@ -184,14 +164,6 @@ class Planner:
         self.placement = place_units(self.setup_trace, self.units, stage_to_rank, self._split_points)
         return self.placement
 
-    def knows(self, kind: str, microbatch: Microbatch) -> bool:
-        """Whether there is a plan for a microbatch."""
-        return self._key(kind, microbatch) in self._plans
-
-    def _key(self, kind: str, microbatch: Microbatch) -> Signature:
-        key: Signature = (kind, signature_of(self.root, microbatch))
-        return (*key, content_of(microbatch)) if self._voided.get(key, 0) > _PATIENCE else key
-
     def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Units whose parts are called one by one from outside are replaced by these parts."""
         trace = self.trace(step, microbatch)
@@ -218,24 +190,42 @@ class Planner:
         self.interceptor = Interceptor(units, self._sinks)
         return self.trace(step, microbatch)
 
-    def plan(self, kind: str, step: StepCall, microbatch: Microbatch, *, fresh: bool = False) -> Plan:
+    def describe(self, kind: str, microbatches: Sequence[Microbatch]) -> list[Described]:
+        """Take the microbatches of one step apart; what the other methods ask for."""
+        return describe_batch(kind, self._modules, self._parameters, microbatches)
+
+    def refresh(self) -> None:
+        """Look at the module again, after parameters were replaced."""
+        self._modules = list(self.root.modules())
+        self._parameters = list(self.root.parameters())
+
+    def knows(self, described: Described) -> bool:
+        """Whether there is a plan for a microbatch."""
+        return self._key(described) in self._plans
+
+    def _key(self, described: Described) -> Signature:
+        key = described.signature
+        if self._voided and self._voided.get(key, 0) > _PATIENCE:
+            return (*key, described.content())
+        return key
+
+    def plan(self, step: StepCall, described: Described, *, fresh: bool = False) -> Plan:
         """The plan for a microbatch.
 
         Args:
-            kind: Name of the user's step; different steps have different plans.
-            step: Calls it.
-            microbatch: A slice of the batch.
+            step: Calls the user's step.
+            described: The microbatch.
             fresh: Trace again even where the signature is known, after a call that the plan does not have.
         """
         placement = self.placement
         if placement is None:
             raise PartitionError("place() must come before plan()")
         if fresh:
-            signature: Signature = (kind, signature_of(self.root, microbatch))
-            self._voided[signature] = self._voided.get(signature, 0) + 1
-        key = self._key(kind, microbatch)
+            self._voided[described.signature] = self._voided.get(described.signature, 0) + 1
+        key = self._key(described)
         plan = None if fresh else self._plans.get(key)
         if plan is None:
-            plan = make_plan(self.root, self.units, self.trace(step, microbatch), placement)
+            trace = self.trace(step, described.microbatch)
+            plan = make_plan(self.root, self.units, trace, placement)
             self._plans[key] = plan
         return plan

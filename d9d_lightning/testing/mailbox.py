@@ -20,6 +20,8 @@ class Mailbox:
 class MailboxTransport:
     """One rank's access to the mailbox."""
 
+    problem: Exception | None = None
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._messages = mailbox.messages
 

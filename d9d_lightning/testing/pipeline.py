@@ -104,7 +104,8 @@ class LocalPipeline:
         *,
         fresh: bool,
     ) -> LocalRun:
-        plans = [self.planner.plan(kind, step, microbatch, fresh=fresh) for microbatch in microbatches]
+        described = self.planner.describe(kind, microbatches)
+        plans = [self.planner.plan(step, microbatch, fresh=fresh) for microbatch in described]
         result = LocalRun(outputs=[None] * len(microbatches))
 
         def keep(microbatch: Microbatch, output: Any) -> Tensor | None:
