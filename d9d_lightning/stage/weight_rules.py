@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from d9d_lightning.stage.scratch import Scratch
 
@@ -154,6 +155,29 @@ def _gradients_of_baddbmm(saved: Saved, slots: Slots, gradient: Tensor, scratch:
     return results
 
 
+def _read_grouped_mm(node: Any, slots: Slots) -> Saved:
+    left = (_read(node, "mat2"), node._saved_self_sym_sizes, node._saved_self_sym_strides) if 0 in slots else None
+    right = (_read(node, "self"), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides) if 1 in slots else None
+    return _read(node, "offs"), left, right
+
+
+def _gradients_of_grouped_mm(saved: Saved, slots: Slots, gradient: Tensor, scratch: Scratch) -> Sequence[Tensor]:
+    offsets, *factors = saved
+    return [(_grouped_left, _grouped_right)[slot](gradient, offsets, *factors[slot]) for slot in slots]
+
+
+def _grouped_left(gradient: Tensor, offsets: Tensor | None, right: Tensor, sizes: Any, strides: Any) -> Tensor:
+    if _is_column_major(right, sizes[-2:], strides[-2:]):
+        return functional.grouped_mm(right, gradient.mT, offs=offsets).mT
+    return functional.grouped_mm(gradient, right.mT, offs=offsets)
+
+
+def _grouped_right(gradient: Tensor, offsets: Tensor | None, left: Tensor, sizes: Any, strides: Any) -> Tensor:
+    if _is_column_major(left, sizes[-2:], strides[-2:]):
+        return functional.grouped_mm(gradient.mT, left, offs=offsets).mT
+    return functional.grouped_mm(left.mT, gradient, offs=offsets)
+
+
 def _read_mul(node: Any, slots: Slots) -> Saved:
     return (_read(node, "other") if 0 in slots else None, _read(node, "self") if 1 in slots else None)
 
@@ -233,6 +257,7 @@ WEIGHT_RULES: Mapping[str, WeightRule] = MappingProxyType(
         "BaddbmmBackward0": WeightRule(_read_baddbmm, _gradients_of_baddbmm),
         "BmmBackward0": WeightRule(_read_bmm, _gradients_of_bmm),
         "ConvolutionBackward0": WeightRule(_read_convolution, _gradients_of_convolution),
+        "GroupedMmBackward0": WeightRule(_read_grouped_mm, _gradients_of_grouped_mm),
         "MmBackward0": WeightRule(_read_mm, _gradients_of_mm),
         "MulBackward0": WeightRule(_read_mul, _gradients_of_mul),
         "NativeBatchNormBackward0": WeightRule(_read_batch_norm, _gradients_of_batch_norm),

@@ -32,6 +32,17 @@ def module_case(module: nn.Module, *shape: int, dtype: torch.dtype = torch.float
     return list(module.parameters()), build
 
 
+class Squared(nn.Module):
+    """A bilinear layer of its input with itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(size, size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x)
+
+
 MODULES = {
     "mlp": lambda: (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), (3, 4)),
     "linear without bias, 3d": lambda: (nn.Linear(4, 5, bias=False), (2, 3, 4)),
@@ -47,6 +58,8 @@ MODULES = {
     "decoder": lambda: (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), (2, 3, 8)),
     "lstm": lambda: (nn.LSTM(4, 5, num_layers=2, bidirectional=True), (3, 2, 4)),
     "gru": lambda: (nn.GRU(4, 5), (3, 2, 4)),
+    "instance norm": lambda: (nn.InstanceNorm1d(4, affine=True), (2, 4, 5)),
+    "bilinear": lambda: (nn.Sequential(nn.Linear(4, 4), Squared(4)), (3, 4)),
     "prelu": lambda: (nn.Sequential(nn.PReLU(4), nn.Linear(4, 4)), (3, 4)),
     "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), (3, 4)),
     "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)).eval(), (3, 4)),
@@ -355,6 +368,19 @@ def test_weights_on_either_side_of_a_product() -> None:
         return Case([x], [torch.addmm(x, h, w[0]), b - w[2], w[2] - b, torch.sub(x, w[0], alpha=2)])
 
     check([weight(4, 4), weight(4, 4, seed=1), weight(1, 4, 4)], build)
+
+
+def test_grouped_products_of_expert_layers() -> None:
+    """Products of a mixture of experts are exact for weights in either memory order, and on either side."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+
+    def build(w: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(8, 16, dtype=torch.float32)
+        h = F.grouped_mm(x, w[0], offs=ends) + F.grouped_mm(x, w[1].mT, offs=ends)
+        return Case([x], [h, F.grouped_mm(w[2], h.tanh().reshape(2, 4, 16).repeat(1, 4, 1), offs=ends)])
+
+    shapes = (2, 16, 16), (2, 16, 16), (8, 16)
+    assert check([weight(*shape, dtype=torch.float32) for shape in shapes], build).reasons == [None] * 3
 
 
 def test_broadcast_and_cast_weights() -> None:
