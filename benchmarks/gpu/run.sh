@@ -19,6 +19,6 @@ print("torch", torch.__version__, torch.cuda.get_device_name(0) if sys.argv[1] =
 PY
 for check in benchmarks/gpu/check_*.py; do
     echo "== $check"
-    timeout 240 "$python" "$check" --device "$device"
+    timeout 70 "$python" "$check" --device "$device"
 done
 echo "all GPU checks passed"
