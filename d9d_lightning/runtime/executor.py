@@ -17,7 +17,7 @@ from d9d_lightning.schedule import ActionBase, ActionKind, Program
 from d9d_lightning.stage.stage import PipelineStage
 from d9d_lightning.values import Plan, ValueId
 
-__all__ = ["Observer", "PipelineExecutor", "Transport", "Values"]
+__all__ = ["Monitor", "Observer", "PipelineExecutor", "Transport", "Values"]
 
 Result = TypeVar("Result")
 Values = Mapping[ValueId, Tensor | None]
@@ -28,6 +28,16 @@ class Observer(Protocol):
 
     def weights_done(self, stage: int, microbatch: int) -> None:
         """All weight gradients of a stage and microbatch have been accumulated."""
+
+
+class Monitor(Protocol):
+    """Told which action runs, so that a rank that hangs can say where."""
+
+    def enter(self, action: object) -> None:
+        """An action begins."""
+
+    def leave(self) -> None:
+        """It ended."""
 
 
 class Transport(Protocol):
@@ -102,10 +112,16 @@ class PipelineExecutor:
         self._backward_inbox: dict[tuple[int, int], Values] = {}
         self._backward_outbox: dict[tuple[int, int], Values] = {}
 
-    def run(self) -> None:
+    def run(self, monitor: Monitor | None = None) -> None:
         """Run all actions, then wait for the last sends."""
-        for action in self.actions:
-            self.execute(action)
+        if monitor is None:
+            for action in self.actions:
+                self.execute(action)
+        else:
+            for action in self.actions:
+                monitor.enter(action)
+                self.execute(action)
+                monitor.leave()
         self._transport.finish()
         if self.failure is None:
             self.failure = self._transport.problem

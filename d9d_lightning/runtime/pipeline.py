@@ -20,7 +20,7 @@ from d9d_lightning.errors import (
 from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
-from d9d_lightning.runtime.executor import Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, Transport
 from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.materialize import materialize, needs_materializing
@@ -66,6 +66,10 @@ class Pipeline:
         sinks: ``(object, method name)`` of methods that only take values out of the step.
         silenced: Modules whose state a trace need not restore (metrics).
         device: Device of this rank.
+
+    Attributes:
+        monitor: Told which action runs.
+        planner: Traces and plans.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Pipeline:
             self.planner.agree = lambda failed: any(groups.gather(failed))
         self._device = torch.device(device)
         self._transport = None if groups is None else ProcessTransport(groups, self.stage_to_rank, self._device)
+        self.monitor: Monitor | None = None
         self._ownership: Ownership | None = None
         self._scripts: dict[tuple[str, int, bool], StageScript] = {}
         self._lockstep_kinds: set[str] = set()
@@ -301,7 +306,7 @@ class Pipeline:
         }
         executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
         with self.planner.interceptor.installed():
-            executor.run()
+            executor.run(self.monitor)
         status = self._settle(executor, fresh)
         if status is StepStatus.UNPLANNED:
             return None
