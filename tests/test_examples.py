@@ -11,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# One device against itself, with each batch computed in four parts, differs by 2e-7 after 60 steps, by 2e-5 after 120,
-# and at the end by 1.3e-2 (losses) and 6.7e-3 (parameters): rounding, which 276 steps of Adam let grow.
-EARLY_LOSS_BOUND = 1e-4
+# One device against itself, with each batch computed in four parts, differs by 9.5e-7 over the first 50 steps, and at the
+# end by 7.0e-3 (losses) and 2.2e-3 (parameters): rounding, which 240 steps of Adam let grow.
+EARLY_LOSS_BOUND = 1e-5
 LOSS_BOUND = 5e-2
-PARAMETER_BOUND = 5e-2
+PARAMETER_BOUND = 2e-2
 
 
 def run_python(folder: Path, *arguments: str) -> str:
@@ -48,16 +48,16 @@ def number_after(text: str, output: str) -> float:
 def test_main_job_learns_the_digits(digits_run: tuple[str, Path]) -> None:
     """The pipeline of two processes reaches a validation accuracy of at least 0.9, and shows a progress bar."""
     output, _ = digits_run
-    accuracies = re.findall(r"validation accuracy: ([0-9.]+)", output)
-    assert len(accuracies) == 2
+    accuracies = re.findall(r"^validation accuracy: ([0-9.]+)", output, re.MULTILINE)
+    assert len(accuracies) == 2, output[-2000:]
     assert float(accuracies[1]) >= 0.9
-    assert "Epoch 11/11" in output
+    assert "Epoch 7/7" in output
 
 
 def test_main_job_equals_one_device(digits_run: tuple[str, Path]) -> None:
     """Over all steps the losses and weights stay within what rounding does to a run of that length."""
     output, _ = digits_run
-    assert number_after("largest difference of loss over the first 100 steps", output) < EARLY_LOSS_BOUND
+    assert number_after("largest difference of loss over the first 50 steps", output) < EARLY_LOSS_BOUND
     assert number_after("largest difference of loss over all", output) < LOSS_BOUND
     assert number_after("largest difference of a parameter", output) < PARAMETER_BOUND
     assert number_after("difference of the validation accuracy", output) <= 0.01
