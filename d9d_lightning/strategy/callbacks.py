@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, WeightAveraging
 from torch.optim import Optimizer
 
 from d9d_lightning.strategy.averaging import give_up_foreign_parts
-from d9d_lightning.strategy.compat import trainer_callbacks
+from d9d_lightning.strategy.compat import is_overridden, trainer_callbacks
+from d9d_lightning.strategy.outside import Around, run_around
 
 __all__ = ["CallbackAdapters"]
+
+
+CALLBACK_HOOKS = tuple(
+    name for name in dir(Callback) if name.startswith("on_") and not name.endswith(("_checkpoint", "_exception"))
+)
+"""Hooks of callbacks in which a user may call the module."""
 
 
 class CallbackAdapters:
@@ -36,8 +43,17 @@ class CallbackAdapters:
         self._is_split = is_split
         self._bound: list[tuple[Any, str, Any]] = []
 
-    def install(self) -> None:
-        """Adapt; the module is placed already."""
+    def install(self, around: Around) -> None:
+        """Adapt; the module is placed already.
+
+        Args:
+            around: Context in which hooks of the user's own callbacks may call the module.
+        """
+        for callback in trainer_callbacks(self._trainer):
+            if self._is_split and not type(callback).__module__.startswith("lightning."):
+                for name in CALLBACK_HOOKS:
+                    if is_overridden(name, callback):
+                        self._bind(callback, name, run_around(getattr(callback, name), around))
         for callback in trainer_callbacks(self._trainer):
             if isinstance(callback, BasePredictionWriter) and not self._is_first:
                 self._bind(callback, "write_on_batch_end", _do_nothing)

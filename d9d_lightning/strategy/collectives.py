@@ -62,6 +62,14 @@ class Collectives:
         dist.broadcast_object_list(box, source, group=dist.group.WORLD)
         return box[0]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value of every process of the world, in order of ranks."""
+        if self._alone or self._world.groups is None:
+            return [value]
+        found: list[Any] = [None] * self._world.axes.world
+        dist.all_gather_object(found, value, group=self._world.groups.world_control)
+        return found
+
     def barrier(self) -> None:
         """Wait for all processes of the world."""
         if self._alone:

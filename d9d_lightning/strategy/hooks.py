@@ -17,6 +17,7 @@ from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.strategy.compat import is_overridden
 from d9d_lightning.strategy.logbook import LogBook
 from d9d_lightning.strategy.messages import Messenger
+from d9d_lightning.strategy.outside import Around, run_around
 
 __all__ = ["LOGGING_HOOKS", "HookWrappers"]
 
@@ -44,6 +45,22 @@ LOGGING_HOOKS = (
 """Hooks of a module in which Lightning allows ``self.log``."""
 
 
+SILENT_HOOKS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "on_validation_end",
+    "on_test_end",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_predict_epoch_end",
+    "on_predict_end",
+)
+"""Hooks of a module in which ``self.log`` is not allowed, but calling the module is."""
+
+
 class HookWrappers:
     """Wraps hooks when a run starts and takes the wrappers away when it ends.
 
@@ -66,14 +83,22 @@ class HookWrappers:
                     f"Hooks that can be named: {', '.join(LOGGING_HOOKS)}."
                 )
 
-    def install(self, trainer: Trainer, messenger: Messenger) -> None:
-        """Wrap every overridden hook that may log, and those named as owner-only."""
+    def install(self, trainer: Trainer, messenger: Messenger, around: Around) -> None:
+        """Wrap every overridden hook.
+
+        Args:
+            trainer: The trainer.
+            messenger: From the loss owner to the others.
+            around: Context in which hooks may call the module.
+        """
         if messenger.group is None:
             return
-        for name in dict.fromkeys((*LOGGING_HOOKS, *self._owner_only)):
+        for name in dict.fromkeys((*LOGGING_HOOKS, *SILENT_HOOKS, *self._owner_only)):
             if name in vars(self._module) or not is_overridden(name, self._module):
                 continue
-            hook = self._wrap(getattr(self._module, name), trainer, messenger, name in self._owner_only)
+            hook = run_around(getattr(self._module, name), around)
+            if name not in SILENT_HOOKS:
+                hook = self._wrap(hook, trainer, messenger, name in self._owner_only)
             object.__setattr__(self._module, name, hook)
             self._wrapped.append(name)
 

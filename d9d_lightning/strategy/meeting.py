@@ -53,8 +53,7 @@ class Meeting:
             if time.monotonic() > until:
                 raise MissingRanksError(
                     f"{what} was called on {arrived} of {self._world_size} ranks only. Every rank has a part of the "
-                    "module, so all of them must call it: take away the `if trainer.is_global_zero:` around it. Only "
-                    "rank 0 writes the file."
+                    "module, so all of them must call it: take away the `if trainer.is_global_zero:` around it."
                 )
             time.sleep(POLL_SECONDS)
             arrived = store.add(key, 0)

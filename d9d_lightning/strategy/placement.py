@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.runtime.pipeline import Pipeline
 from d9d_lightning.strategy.engine import Engine
 from d9d_lightning.strategy.whole import Ownership
 from d9d_lightning.values import Placement
@@ -32,7 +33,7 @@ class PlacedModule:
         stage_to_rank: The placement of stages.
     """
 
-    engine: Engine
+    engine: Pipeline
     placement: Placement
     ownership: Ownership
     names: tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ from d9d_lightning.strategy.loop import install_loop
 from d9d_lightning.strategy.meeting import Meeting
 from d9d_lightning.strategy.metrics import bind_metrics
 from d9d_lightning.strategy.options import StrategyOptions
+from d9d_lightning.strategy.outside import Around, OutsideCalls
 from d9d_lightning.strategy.owned_optimizer import OwnedOptimizer
 from d9d_lightning.strategy.placement import PlacedModule, find_placed
 from d9d_lightning.strategy.precision import prepare_scaler
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.reduction import GradientReduction
 from d9d_lightning.strategy.refusals import refuse_module, refuse_optimizers
+from d9d_lightning.strategy.runtime_bridge import runtime_groups
 from d9d_lightning.strategy.session import Session
 from d9d_lightning.strategy.training import TrainingSteps
 from d9d_lightning.strategy.whole import whole_module
@@ -185,12 +187,19 @@ class Run:
         bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
         install_loop(self._trainer)
         install_logbooks(self._trainer, self._reduce)
-        self._hooks.install(self._trainer, self._messenger)
-        self._callbacks.install()
+        around = self._calls_outside()
+        self._hooks.install(self._trainer, self._messenger, around)
+        self._callbacks.install(around)
         self._epochs.install()
         for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
             # tensors made in inference mode cannot be used by a later fit
             loop.inference_mode = False
+
+    def _calls_outside(self) -> Around:
+        groups = runtime_groups(self._world, self._programs)
+        if groups is None:
+            return nullcontext
+        return OutsideCalls(self.placed.engine, groups, self.placed.placement, self.meeting).allowed
 
     def disconnect(self) -> None:
         """Give the trainer and the module their own hooks back."""

@@ -9,14 +9,14 @@ from lightning.pytorch import LightningModule
 
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.pipeline import Pipeline
-from d9d_lightning.strategy.engine import Engine, Sink
+from d9d_lightning.strategy.engine import Sink
 from d9d_lightning.strategy.mesh import process_of_rank
 from d9d_lightning.strategy.metrics import metric_objects
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.world import World
 
-__all__ = ["make_engine"]
+__all__ = ["make_engine", "runtime_groups"]
 
 
 def make_engine(
@@ -28,14 +28,14 @@ def make_engine(
     options: StrategyOptions,
     sinks: Sequence[Sink],
     device: torch.device,
-) -> Engine:
+) -> Pipeline:
     """Pipeline of this rank, not yet placed."""
     return Pipeline(
         module,
         stage_to_rank=programs.stage_to_rank,
         rank=rank,
         size=programs.size,
-        groups=_runtime_groups(world, programs),
+        groups=runtime_groups(world, programs),
         units=options.units,
         split_points=options.split_points,
         sinks=sinks,
@@ -44,7 +44,8 @@ def make_engine(
     )
 
 
-def _runtime_groups(world: World, programs: Programs) -> PipelineGroups | None:
+def runtime_groups(world: World, programs: Programs) -> PipelineGroups | None:
+    """This pipeline's groups as the runtime uses them; None for one process."""
     groups = world.groups
     if groups is None or programs.size == 1:
         return None

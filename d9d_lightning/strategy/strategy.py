@@ -92,6 +92,7 @@ class D9DStrategy(ParallelStrategy):
         self._run: Run | None = None
         self._watch: RunWatch | None = None
         self._sync_blocked = False
+        self._renamed: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         # shown by the other package's Trainer, which refuses the strategy
@@ -303,13 +304,24 @@ class D9DStrategy(ParallelStrategy):
             )
             return
         run.meeting.attend("Trainer.save_checkpoint")
-        run.gather(checkpoint, self.broadcast(filepath))
+        paths = [filepath] if self._collectives is None else self._collectives.gather_objects(filepath)
+        if any(path != paths[0] for path in paths):
+            # the batch size finder, for one, makes up a name on every rank
+            self._renamed[str(filepath)] = paths[0]
+        run.gather(checkpoint, paths[0])
         if self.is_global_zero:
             write_checkpoint(self.checkpoint_io, checkpoint, filepath, storage_options)
+        if str(filepath) in self._renamed:
+            self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain Lightning file, without holding more of it than this rank takes."""
-        return read_checkpoint(self.checkpoint_io, checkpoint_path, weights_only)
+        path = self._renamed.get(str(checkpoint_path), checkpoint_path)
+        checkpoint = read_checkpoint(self.checkpoint_io, path, weights_only)
+        if str(checkpoint_path) in self._renamed:
+            # rank 0 may remove the file right away
+            self.barrier()
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of the module."""

@@ -108,7 +108,8 @@ class Data(L.LightningDataModule):
     def train_dataloader(self):
         return make_loader()
 cli = LightningCLI(Classifier, Data)
-print("RESULT", type(cli.trainer.strategy).__name__, cli.trainer.strategy.options.num_microbatches, cli.trainer.global_step)
+strategy = cli.trainer.strategy
+print("RESULT", type(strategy).__name__, strategy.options.num_microbatches, cli.trainer.global_step)
 """
 
 YAML = """
@@ -165,6 +166,7 @@ class ReadsMesh(Classifier):
 
 def test_the_mesh_is_there_in_configure_model_and_nothing_is_left_behind():
     """At one process the mesh can be read, no environment variable stays, and a plain trainer runs afterwards."""
+    L.seed_everything(7, verbose=False)
     before = dict(os.environ)
     module, _, _ = fit(pipeline(pipeline_parallel_size=1), ReadsMesh, max_epochs=1)
     assert module.axes == [1, 1, 1]
