@@ -72,22 +72,26 @@ def _snapshot(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in module.named_parameters()}
 
 
-def train_plain(module: nn.Module, batches: Sequence[Any], count: int, make_optimizer: MakeOptimizer = sgd) -> Trained:
+def train_plain(
+    module: nn.Module, batches: Sequence[Any], count: int, make_optimizer: MakeOptimizer = sgd, accumulate: int = 1
+) -> Trained:
     """One device that accumulates the same microbatches."""
     result = Trained(copy.deepcopy(module), [], [], [])
     optimizer = make_optimizer([p for p in result.module.parameters() if p.requires_grad])
     for index, batch in enumerate(batches):
-        optimizer.zero_grad()
+        if index % accumulate == 0:
+            optimizer.zero_grad()
         pieces = microbatches_of(batch, count, index)
         total = sum(piece.size for piece in pieces)
         losses = []
         for piece in pieces:
             loss = loss_of(result.module.training_step(*piece.args))  # type: ignore[operator]
-            (loss * (piece.size / total)).backward()
+            (loss * (piece.size / total / accumulate)).backward()
             losses.append(float(loss.detach()))
         result.losses.append(losses)
         result.gradients.append(_snapshot(result.module))
-        optimizer.step()
+        if (index + 1) % accumulate == 0:
+            optimizer.step()
     return result
 
 
@@ -99,6 +103,7 @@ def train_pipeline(
     schedule: str,
     ranks: int,
     make_optimizer: MakeOptimizer = sgd,
+    accumulate: int = 1,
     **planner: Any,
 ) -> Trained:
     """All ranks of a pipeline in this process."""
@@ -108,7 +113,8 @@ def train_pipeline(
     pipeline = LocalPipeline(own, result.planner)
     optimizer = make_optimizer([p for p in own.parameters() if p.requires_grad])
     for index, batch in enumerate(batches):
-        optimizer.zero_grad()
+        if index % accumulate == 0:
+            optimizer.zero_grad()
         pieces = microbatches_of(batch, count, index)
         total = sum(piece.size for piece in pieces)
         losses: dict[int, float] = {}
@@ -116,14 +122,15 @@ def train_pipeline(
         def finish(piece: Microbatch, output: Any, losses: dict[int, float] = losses, total: int = total) -> Tensor:
             loss = loss_of(output)
             losses[piece.index] = float(loss.detach())
-            return loss * (piece.size / total)
+            return loss * (piece.size / total / accumulate)
 
         program = build_program(schedule, pp_size=ranks, num_microbatches=len(pieces))
         run = pipeline.run(lambda piece: own.training_step(*piece.args), pieces, program, finish)  # type: ignore[operator]
         result.runs.append(run)
         result.losses.append([losses[i] for i in range(len(pieces))])
         result.gradients.append(_snapshot(own))
-        optimizer.step()
+        if (index + 1) % accumulate == 0:
+            optimizer.step()
     return result
 
 
