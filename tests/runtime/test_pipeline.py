@@ -67,6 +67,18 @@ def plain_step(net: nn.Module) -> Callable[[Microbatch], Tensor]:
     return lambda piece: F.cross_entropy(net(piece.args[0][0]), piece.args[0][1])
 
 
+def wrong_gradients(pipeline: Pipeline, expected: dict[str, nn.Parameter]) -> list[str]:
+    """Names of this rank's parameters whose gradient is not that of one device."""
+    wrong = []
+    for name, parameter in pipeline.owned_parameters.items():
+        ours, theirs = parameter.grad, expected[name].grad
+        if ours is None or theirs is None:
+            wrong += [name] if ours is not theirs else []
+        elif not torch.allclose(ours, theirs, atol=1e-6):
+            wrong.append(name)
+    return wrong
+
+
 def train_and_compare(schedule: str) -> tuple[list[str], list[str], int]:
     torch.manual_seed(0)
     net = Net()
@@ -80,12 +92,7 @@ def train_and_compare(schedule: str) -> tuple[list[str], list[str], int]:
         x, y = data(seed=seed)
         F.cross_entropy(reference(x), y).backward()
     expected = dict(reference.named_parameters())
-    wrong = []
-    for name, parameter in pipeline.owned_parameters.items():
-        theirs = expected[name].grad
-        same_none = (theirs is None) == (parameter.grad is None)
-        if not same_none or (theirs is not None and not torch.allclose(parameter.grad, theirs, atol=1e-6)):  # type: ignore[arg-type]
-            wrong.append(name)
+    wrong = wrong_gradients(pipeline, expected)
     placeholders = sum(isinstance(p, Placeholder) for p in net.parameters())
     return wrong, sorted(pipeline.owned_parameters), placeholders
 
@@ -189,8 +196,7 @@ def run_with_late_branch() -> tuple[list[str], int]:
         pipeline.run(step, pieces(x, y, index=index), program, finish=finish, restart=lambda: restarts.append(1))
         F.cross_entropy(reference(x, branch=index == 1), y).backward()
     expected = dict(reference.named_parameters())
-    wrong = [n for n, p in pipeline.owned_parameters.items() if not torch.allclose(p.grad, expected[n].grad, atol=1e-6)]  # type: ignore[arg-type]
-    return wrong, len(restarts)
+    return wrong_gradients(pipeline, expected), len(restarts)
 
 
 def test_a_call_that_no_plan_has_makes_the_batch_run_again() -> None:
@@ -225,12 +231,7 @@ def read_activations() -> tuple[list[str], list[str]]:
         for piece in pieces(*data(size)):
             mean(piece, step_of(reference)(piece)).backward()
     expected = dict(reference.named_parameters())
-    wrong = []
-    for name, parameter in pipeline.owned_parameters.items():
-        theirs = expected[name].grad
-        if (theirs is None) != (parameter.grad is None) or (theirs is not None and not torch.allclose(parameter.grad, theirs, atol=1e-6)):
-            wrong.append(name)
-    return wrong, pipeline.planner.notes
+    return wrong_gradients(pipeline, expected), pipeline.planner.notes
 
 
 def test_a_step_that_reads_activations_is_traced_in_lockstep() -> None:
