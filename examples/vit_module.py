@@ -27,8 +27,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        # No bias: that of the keys cancels in the softmax, so its gradient is nothing but rounding, and Adam, which scales
-        # every gradient to one size, would make steps of it.
+        # No bias: that of the keys cancels in the softmax, so its gradient is nothing but rounding, and Adam, which
+        # scales every gradient to one size, would make steps of it.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.projection = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)

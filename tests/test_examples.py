@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# One device against itself, with each batch computed in four parts, differs by 9.5e-7 over the first 50 steps, and at the
-# end by 7.0e-3 (losses) and 2.2e-3 (parameters): rounding, which 240 steps of Adam let grow.
+# One device against itself, with each batch computed in four parts, differs by 9.5e-7 over the first 50 steps, and in
+# the end by 7.0e-3 (losses) and 2.2e-3 (parameters): rounding, which 240 steps of Adam let grow.
 EARLY_LOSS_BOUND = 1e-5
 LOSS_BOUND = 5e-2
 PARAMETER_BOUND = 2e-2
