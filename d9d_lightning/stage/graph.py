@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,10 @@ _ACCUMULATE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defi
 _INPUT, _WEIGHT = "input", "weight"
 _PYTHON, _REENTRANT, _COMPILED = "python", "reentrant", "compiled"
 _GENERATED = re.compile(r"\w+Backward\d+")
+_INDIVISIBLE = frozenset({"MkldnnRnnLayerBackward0"})
+"""Nodes whose kernel computes all gradients even if one is wanted: running it twice costs twice as much."""
+_MAX_USES = 16
+"""A weight used more often, as by a recurrent layer, would have too many gradients waiting to be added up."""
 
 
 class ForkKind(enum.Enum):
@@ -174,7 +179,7 @@ def find_cut(signature: Signature) -> Cut:
         group_sizes=tuple(used.count(group) for group in dense),
         keeps_graph=keeps_graph,
         watched=_find_watched(entries, leading, forks),
-        obstacle=_find_obstacle(entries, leading, rerun, keeps_graph),
+        obstacle=_find_obstacle(entries, leading, forks, keeps_graph),
     )
 
 
@@ -243,13 +248,27 @@ def _saves_tensors(mark: Any) -> bool:
     return mark in (_PYTHON, _COMPILED) or (isinstance(mark, type) and bool(saved_names(mark)))
 
 
-def _find_obstacle(entries: Sequence[Any], leading: set[int], rerun: Sequence[Any], keeps_graph: bool) -> str | None:
+def _find_obstacle(entries: Sequence[Any], leading: set[int], forks: Sequence[Fork], keeps_graph: bool) -> str | None:
     marks = [(number, entry[0]) for number, entry in enumerate(entries) if not isinstance(entry, str)]
     if any(mark == _REENTRANT for _, mark in marks):
         return "a region uses reentrant activation checkpointing, which allows nothing but a full backward"
-    unknown = [mark for mark in rerun if isinstance(mark, str)]
-    if unknown:
-        return f"{unknown[0]} is a C++ function that may compute all its gradients at once"
+    for mark in (entries[fork.position][0] for fork in forks if fork.kind is ForkKind.RUN):
+        if isinstance(mark, str):
+            return f"{mark} is a C++ function that may compute all its gradients at once"
+        if mark.__name__ in _INDIVISIBLE:
+            return f"{mark.__name__} computes all its gradients in one kernel"
+    uses = _count_uses(entries, forks)
+    if uses > _MAX_USES:
+        return f"one weight is used {uses} times, and each use would keep a gradient of its size waiting"
     if keeps_graph and any(mark == _COMPILED and number in leading for number, mark in marks):
         return "a compiled region frees its memory during the backward, but another node must be run twice"
     return None
+
+
+def _count_uses(entries: Sequence[Any], forks: Sequence[Fork]) -> int:
+    """How many forks the busiest weight has, directly or through one view of it for each use."""
+    uses: Counter[int] = Counter()
+    for number, _ in (edge for fork in forks for edge in fork.edges):
+        below = [number, *(child for child, _ in _links(entries[number]))]
+        uses.update({weight for weight in below if entries[weight] == _WEIGHT and weight != number})
+    return max(uses.values(), default=0)

@@ -41,11 +41,11 @@ class Scratch:
 
     def recycle(self) -> None:
         """Take back the buffers that nobody else holds: autograd adopts some as ``.grad``, and a hook may keep any."""
-        for buffer in self._lent:
+        lent, self._lent = self._lent, []
+        for buffer in lent:
             # two owners: the buffer itself, and the storage object made for the question
-            if _count_owners is not None and _count_owners(buffer.untyped_storage()._cdata) == 2:
-                self._free.append(buffer)
-        self._lent = []
+            is_free = _count_owners is not None and _count_owners(buffer.untyped_storage()._cdata) == 2
+            (self._free if is_free else self._lent).append(buffer)
 
     def _take(self, num_elements: int, like: Tensor) -> Tensor:
         for index, buffer in enumerate(self._free):

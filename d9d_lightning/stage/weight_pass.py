@@ -153,6 +153,7 @@ class _Descent:
     def __init__(self, roots: Sequence[tuple[int, GradientEdge, Tensor]], group_sizes: Sequence[int]) -> None:
         self._missing = list(group_sizes)
         self._parts: list[list[tuple[GradientEdge, Tensor]]] = [[] for _ in group_sizes]
+        self._sums: dict[GradientEdge, Tensor] = {}
         self._ready: list[tuple[GradientEdge, Tensor]] = []
         self._num_bytes = 0
         self._scratch = Scratch()
@@ -167,16 +168,27 @@ class _Descent:
             self._take(arrivals.pop())
             if self._num_bytes >= _FLUSH_BYTES:
                 self._flush()
+            self._scratch.recycle()
         self._flush()
 
     def _take(self, arrival: Arrival) -> None:
         plan = arrival.plan
         gradients = plan.gradients(arrival.given, arrival.computed, self._scratch)
         for edge, gradient in zip(plan.edges, gradients, strict=True):
-            if gradient is not None:
+            if gradient is not None and not self._add_up(plan, edge, gradient):
                 self._parts[plan.group].append((edge, gradient))
                 self._num_bytes += gradient.nbytes
         self._complete(plan.group)
+
+    def _add_up(self, plan: ForkPlan, edge: GradientEdge, gradient: Tensor) -> bool:
+        """Add to what waits at the same edge: a weight used at each of many time steps needs one buffer, not many."""
+        if plan.rule is None or gradient.layout is not torch.strided:
+            return False  # the result of a node may be spread out by strides of 0, which cannot be added to
+        earlier = self._sums.setdefault(edge, gradient)
+        if earlier is gradient or earlier.shape != gradient.shape or earlier.dtype != gradient.dtype:
+            return False
+        earlier.add_(gradient)
+        return True
 
     def _complete(self, group: int) -> None:
         self._missing[group] -= 1
@@ -189,10 +201,10 @@ class _Descent:
         self._num_bytes = 0
         if self._ready:
             edges, gradients = zip(*self._ready, strict=True)
+            for edge in edges:
+                self._sums.pop(edge, None)
             self._ready = []
             _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            del gradients
-            self._scratch.recycle()
 
 
 def _settle(gradient: Tensor | None, edge: GradientEdge, is_shared: bool) -> Tensor | None:

@@ -76,10 +76,17 @@ def test_ordinary_layers_split_exactly(name: str) -> None:
     assert check(weights, build).reasons == [None] * 3
 
 
-def test_float32_lstm_kernel_splits_exactly() -> None:
-    """The fused recurrent kernel, one node that owns all its weights, is exact."""
+def test_the_fused_recurrent_kernel_is_not_run_twice() -> None:
+    """A kernel that computes all gradients of an LSTM at once is exact, and run whole in the first part."""
     weights, build = module_case(nn.LSTM(4, 5), 3, 2, 4, dtype=torch.float32)
-    check(weights, build)
+    assert all(reason is not None and "one kernel" in reason for reason in check(weights, build).reasons)
+
+
+@pytest.mark.parametrize("steps, splits", [(8, True), (40, False)])
+def test_weights_used_at_every_step_of_a_long_sequence(steps: int, splits: bool) -> None:
+    """A weight used very often is not left waiting in as many copies: the backward is then whole, and exact."""
+    weights, build = module_case(nn.RNN(4, 5).double(), steps, 2, 4)
+    assert (check(weights, build).reasons == [None] * 3) == splits
 
 
 def test_weights_whose_groups_overlap() -> None:
