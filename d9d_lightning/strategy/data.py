@@ -40,8 +40,8 @@ class _PushBack:
 def peek_batch(trainer: Trainer, module: LightningModule) -> Any | None:
     """A batch as the step will get it, or None where none can be had without consuming data.
 
-    A map-style dataset gives its first items, collated. Any other loader gives its first batch, which the loop then
-    gets again. Random state is as before.
+    A map-style dataset gives its first items, collated; random state is as before. Any other loader gives its first
+    batch, which the loop then gets again: what it drew, it drew for the loop.
     """
     fn = trainer.state.fn
     if fn is None or fn not in STEP_OF:
@@ -49,11 +49,11 @@ def peek_batch(trainer: Trainer, module: LightningModule) -> Any | None:
     loop = _loop(trainer)
     # this the loop would do itself a little later, random draws included
     loop.setup_data()
+    batch = _raw_batch(loop, fn)
+    if batch is None:
+        return None
     states = collect_rng_states()
     try:
-        batch = _raw_batch(loop, fn)
-        if batch is None:
-            return None
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -104,16 +104,23 @@ def _first_items(loader: object) -> Any | None:
         return copy.deepcopy(loader[0]) if loader else None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    dataset: Any = loader.dataset
+    states = collect_rng_states()
     try:
-        if loader.batch_size is None and loader.batch_sampler is None:
-            return loader.collate_fn(dataset[0])
-        count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 2
-        items = [dataset[index] for index in range(min(count, len(dataset)))]
-        return loader.collate_fn(items) if items else None
+        return _collate_first(loader)
     except (IndexError, KeyError, TypeError):
         # indices of a custom sampler need not be numbers from 0
         return None
+    finally:
+        set_rng_states(states)
+
+
+def _collate_first(loader: DataLoader[Any]) -> Any | None:
+    dataset: Any = loader.dataset
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 2
+    items = [dataset[index] for index in range(min(count, len(dataset)))]
+    return loader.collate_fn(items) if items else None
 
 
 def _first_of_fetcher(fetcher: Any) -> Any | None:

@@ -52,7 +52,10 @@ class BroadcastLoader(_Wrapper):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader) if self._messenger.is_source else iter(())
+        # not a generator itself: the user's loader draws its seed when it is asked for an iterator
+        return self._follow(iter(self._loader) if self._messenger.is_source else iter(()))
+
+    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             there, batch = self._messenger.share(lambda: _next(batches))
             if not there:
@@ -80,7 +83,9 @@ class TogetherLoader(_Wrapper):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        return self._follow(iter(self._loader))
+
+    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             there, batch = _next(batches)
             everywhere = torch.tensor(int(there))
