@@ -106,10 +106,11 @@ class LocalPipeline:
     ) -> LocalRun:
         described = self.planner.describe(kind, microbatches)
         plans = [self.planner.plan(step, microbatch, fresh=fresh) for microbatch in described]
-        result = LocalRun(outputs=[None] * len(microbatches))
+        outputs: list[Any] = [None] * len(microbatches)  # not the run itself, which holds the stages that call keep
+        result = LocalRun(outputs)
 
         def keep(microbatch: Microbatch, output: Any) -> Tensor | None:
-            result.outputs[microbatch.index] = output
+            outputs[microbatch.index] = output
             return finish(microbatch, output)
 
         names = tuple(dict.fromkeys(name for plan in plans for name in plan.trace.changed_state))
