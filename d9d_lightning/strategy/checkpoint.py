@@ -6,7 +6,7 @@ the parts of the other ranks one after the other. Reading needs no communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from d9d_lightning.strategy.optimizers import OptimizerLayout, to_local_state
 from d9d_lightning.strategy.stream import receive_tree, send_tree
 from d9d_lightning.strategy.whole import Ownership
 
-__all__ = ["gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "own_entries"]
+__all__ = ["NAMED_PARTS", "gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "own_entries"]
 
 NAMED_PARTS = ("state_dict", "current_model_state")
 """Entries of a checkpoint that map the module's names to tensors; the second one is written by weight averaging."""
@@ -58,7 +58,6 @@ def own_entries(
 def gather_checkpoint(
     checkpoint: MutableMapping[str, Any],
     *,
-    keep: Callable[[Mapping[str, Any]], dict[str, Any]],
     order: Sequence[str],
     process: int,
     processes: Sequence[int],
@@ -69,7 +68,6 @@ def gather_checkpoint(
 
     Args:
         checkpoint: What Lightning collected on this rank. Changed on the first process only.
-        keep: Entries of a state dict that this rank saves.
         order: Names of the whole module in their usual order.
         process: This process within the pipeline.
         processes: Global ranks of the pipeline.
@@ -77,10 +75,6 @@ def gather_checkpoint(
         spool: Directory for large tensors on their way.
     """
     parts = (*NAMED_PARTS, "optimizer_states")
-    for key in NAMED_PARTS:
-        if key in checkpoint:
-            # hooks may have put other tensors under the same names, such as averages of the whole module
-            checkpoint[key] = keep(checkpoint[key])
     if process:
         send_tree({key: checkpoint[key] for key in parts if key in checkpoint}, processes[0], group)
         return

@@ -11,9 +11,11 @@ from typing import cast
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from d9d_lightning.runtime.watch import FailureWatch, WatchLimits
 from d9d_lightning.runtime.watch_store import SharedStore
+from d9d_lightning.runtime.whereabouts import Doing
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.world import World
 
@@ -40,6 +42,7 @@ class RunWatch:
 
     def __init__(self, world: World, options: StrategyOptions, environment: ClusterEnvironment | None) -> None:
         self._watch: FailureWatch | None = None
+        self._step: Doing | None = None
         if world.axes.world == 1:
             return
         self._watch = FailureWatch(
@@ -54,19 +57,33 @@ class RunWatch:
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:
-        """Around one batch; the name is shown where it fails or hangs."""
+        """Around one batch; the name is shown where it fails or hangs outside of any action of the program."""
         if self._watch is None:
             yield
             return
-        self._watch.enter(name)
+        self._step = Doing(name)
+        self._watch.enter(self._step)
         try:
             yield
         finally:
+            self._step = None
             self._watch.leave()
+
+    def enter(self, action: object) -> None:
+        """An action of the program begins."""
+        if self._watch is not None:
+            self._watch.enter(Doing(action))
+
+    def leave(self) -> None:
+        """It ended; what is left of the batch runs on."""
+        if self._watch is not None:
+            self._watch.leave()
+            if self._step is not None:
+                self._watch.enter(self._step)
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks. Those that do not raise by themselves end after a few seconds, with this error."""
-        if self._watch is not None:
+        if self._watch is not None and not isinstance(error, SIGTERMException):  # that one is raised by all at once
             self._watch.publish(error)
 
     def close(self) -> None:

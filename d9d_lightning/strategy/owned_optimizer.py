@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from d9d_lightning.strategy.checkpoint import load_optimizer
 from d9d_lightning.strategy.optimizers import OptimizerLayout, prune_optimizer, read_layout, to_global_state
+from d9d_lightning.strategy.sharded import number_optimizer_state
 
 __all__ = ["OwnedOptimizer"]
 
@@ -27,6 +28,11 @@ class OwnedOptimizer:
         self._module = module
         self._layout = read_layout(optimizer, module)
         self._owned: Mapping[str, Tensor] = {}
+
+    @property
+    def layout(self) -> OptimizerLayout:
+        """Layout of the whole optimizer."""
+        return self._layout
 
     @property
     def group_names(self) -> list[list[str]]:
@@ -67,4 +73,5 @@ class OwnedOptimizer:
             # a callback has put groups of the whole module back (finetuning resumes so)
             self._layout = read_layout(self._optimizer, self._module)
             prune_optimizer(self._optimizer, self._layout, self._owned)
+        state = number_optimizer_state(state, self._layout)
         load_optimizer(self._optimizer, state, self._layout, self._owned)

@@ -31,6 +31,7 @@ from d9d_lightning.strategy.callbacks import CallbackAdapters
 from d9d_lightning.strategy.clip import bind_clipping
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
+from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.hooks import HookWrappers
 from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
@@ -47,6 +48,8 @@ from d9d_lightning.strategy.reduction import GradientReduction
 from d9d_lightning.strategy.refusals import refuse_module, refuse_optimizers
 from d9d_lightning.strategy.runtime_bridge import runtime_groups
 from d9d_lightning.strategy.session import Session
+from d9d_lightning.strategy.sharded import write_sharded
+from d9d_lightning.strategy.signals import StopSignals
 from d9d_lightning.strategy.training import TrainingSteps
 from d9d_lightning.strategy.whole import whole_module
 from d9d_lightning.strategy.world import World
@@ -90,6 +93,7 @@ class Run:
         self._callbacks = CallbackAdapters(
             trainer, module, is_first=not any(astuple(world.position)), is_split=world.axes.pipeline > 1
         )
+        self._signals = StopSignals(trainer, world.groups.world_control if world.groups is not None else None)
         self.meeting = Meeting(world.axes.world, f"run{next(_RUNS)}")
         self._optimizers: dict[int, OwnedOptimizer] = {}
         self._placed: PlacedModule | None = None
@@ -154,9 +158,11 @@ class Run:
         self._placed.engine.release()
         self._shared = shared
 
-    def connect(self, precision: Precision) -> None:
-        """Hang loops, logs, metrics and hooks on the trainer."""
+    def connect(self, precision: Precision, watch: RunWatch | None = None) -> None:
+        """Hang loops, logs, metrics, hooks and signals on the trainer, and the failure watch on the pipeline."""
         groups = self._world.groups
+        self.placed.engine.monitor = watch
+        self._signals.install()
         replicas = groups.data_gradients if groups is not None and self._world.axes.data > 1 else None
         session = Session(
             self._trainer,
@@ -203,6 +209,9 @@ class Run:
 
     def disconnect(self) -> None:
         """Give the trainer and the module their own hooks back."""
+        self._signals.remove()
+        if self._placed is not None:
+            self._placed.engine.monitor = None
         self._hooks.remove()
         self._callbacks.remove()
         if self._reduction is not None:
@@ -216,6 +225,7 @@ class Run:
         """Run one evaluation batch."""
         if self._evaluation is None:
             raise PipelineError("evaluation steps exist between setup and teardown only")
+        self._signals.agree()
         dataloader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
         return self._evaluation.run(step_name, args, dataloader)
 
@@ -231,23 +241,44 @@ class Run:
         """Load this rank's part of a whole optimizer state."""
         self._optimizers[id(optimizer)].load(state)
 
+    def _complete(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Take from the checkpoint what other ranks save, and put in what concerns all of them."""
+        for key in checkpoints.NAMED_PARTS:
+            if key in checkpoint:
+                # hooks may have put other tensors under the same names, such as averages of the whole module
+                checkpoint[key] = checkpoints.own_entries(
+                    checkpoint[key], self._module, self.placed.ownership, self._messenger.is_source
+                )
+        self._callbacks.complete(checkpoint, [one.group_names for one in self._optimizers.values()])
+
     def gather(self, checkpoint: MutableMapping[str, Any], path: Any) -> None:
         """Bring the parts of this pipeline to its first process; collective."""
         groups = self._world.groups
         if groups is None or self._world.axes.pipeline == 1 or self._world.position.data:
             return
-        self._callbacks.complete(checkpoint, [one.group_names for one in self._optimizers.values()])
+        self._complete(checkpoint)
         directory = Path(path).parent
         checkpoints.gather_checkpoint(
             checkpoint,
-            keep=lambda state: checkpoints.own_entries(
-                state, self._module, self.placed.ownership, self._messenger.is_source
-            ),
             order=self.placed.names,
             process=self._world.position.pipeline,
             processes=groups.processes,
             group=groups.pipeline_control,
             spool=directory if directory.is_dir() else None,
+        )
+
+    def write_sharded(self, checkpoint: MutableMapping[str, Any], path: Any) -> None:
+        """Write a directory with the parts of the first replica; collective."""
+        groups = self._world.groups
+        if groups is not None and self._world.position.data:
+            return
+        self._complete(checkpoint)
+        write_sharded(
+            checkpoint,
+            path,
+            [one.layout for one in self._optimizers.values()],
+            group=groups.pipeline_control if groups is not None and self._world.axes.pipeline > 1 else None,
+            is_first=not any(astuple(self._world.position)),
         )
 
     @contextmanager

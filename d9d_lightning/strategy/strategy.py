@@ -27,6 +27,7 @@ from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
 from d9d_lightning.strategy.placement import known_placement
 from d9d_lightning.strategy.run import Run
+from d9d_lightning.strategy.sharded import is_sharded, read_sharded
 from d9d_lightning.strategy.world import World, join_world, leave_world
 
 __all__ = ["D9DStrategy"]
@@ -216,7 +217,7 @@ class D9DStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self._run.place(self.optimizers)
-        self._run.connect(self.precision_plugin)
+        self._run.connect(self.precision_plugin, self._watch)
         self.setup_precision_plugin()
         if fitting:
             compat.optimizers_to_device(self.optimizers, self.root_device)
@@ -308,6 +309,9 @@ class D9DStrategy(ParallelStrategy):
         if any(path != paths[0] for path in paths):
             # the batch size finder, for one, makes up a name on every rank
             self._renamed[str(filepath)] = paths[0]
+        if self.options.save_distributed_checkpoint:
+            run.write_sharded(checkpoint, paths[0])
+            return
         run.gather(checkpoint, paths[0])
         if self.is_global_zero:
             write_checkpoint(self.checkpoint_io, checkpoint, filepath, storage_options)
@@ -317,6 +321,8 @@ class D9DStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain Lightning file, without holding more of it than this rank takes."""
         path = self._renamed.get(str(checkpoint_path), checkpoint_path)
+        if is_sharded(path):
+            return read_sharded(path, weights_only)
         checkpoint = read_checkpoint(self.checkpoint_io, path, weights_only)
         if str(checkpoint_path) in self._renamed:
             # rank 0 may remove the file right away

@@ -90,7 +90,7 @@ class Losses(L.Callback):
         self.metrics.append({key: float(value) for key, value in sorted(trainer.callback_metrics.items())})
 
 
-def fit(strategy: Any, make: Any = None, *, loader: Any = None, val: Any = None, **options: Any):
+def fit(strategy: Any, make: Any = None, *, loader: Any = None, val: Any = None, ckpt: Any = None, **options: Any):
     """Train the module that ``make()`` returns; gives it, its trainer and what callbacks saw."""
     L.seed_everything(7, verbose=False)
     module = (make or Classifier)()
@@ -98,7 +98,7 @@ def fit(strategy: Any, make: Any = None, *, loader: Any = None, val: Any = None,
     settings = {**QUIET, "devices": 1, "max_epochs": 2, **options}
     settings["callbacks"] = [*settings.get("callbacks", []), seen]
     trainer = L.Trainer(strategy=strategy, **settings)
-    trainer.fit(module, loader if loader is not None else make_loader(shuffle=True), val)
+    trainer.fit(module, loader if loader is not None else make_loader(shuffle=True), val, ckpt_path=ckpt)
     return module, trainer, seen
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import lightning as L
@@ -46,6 +48,8 @@ class Tied(Classifier):
 
 
 def strategy_of(schedule: str, devices: int) -> Any:
+    if schedule == "directory":
+        return pipeline(save_distributed_checkpoint=True, num_microbatches=1)
     return "auto" if schedule == "plain" else pipeline(schedule=schedule, num_microbatches=1)
 
 
@@ -69,7 +73,13 @@ def run(schedule: str, devices: int, path: Any, start: Any, epochs: int) -> dict
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("zbv", 2), ("1f1b", 2)), (("1f1b", 2), ("plain", 1)), (("plain", 1), ("zbv", 2)), (("zbv", 2), ("gpipe", 1))],
+    [
+        (("zbv", 2), ("1f1b", 2)),
+        (("1f1b", 2), ("plain", 1)),
+        (("plain", 1), ("zbv", 2)),
+        (("zbv", 2), ("gpipe", 1)),
+        (("directory", 2), ("zbv", 1)),
+    ],
     ids=lambda v: f"{v[0]}{v[1]}",
 )
 def test_resuming_at_another_size_continues_the_unbroken_run(tmp_path, first, second):
@@ -150,3 +160,35 @@ def test_saving_on_rank_zero_only_is_an_error_and_no_hang():
     assert "is_global_zero" in outcomes[0].value
     assert outcomes[1].exit_code is not None
     assert "save_checkpoint was called on 1 of 2 ranks" in outcomes[1].output
+
+
+def test_a_directory_checkpoint_is_consolidated_by_lightnings_own_tool(tmp_path):
+    """Lightning's ``consolidate_checkpoint`` makes one file of the directory, which loads strictly."""
+    run("directory", 2, tmp_path / "parts.ckpt", None, 1)
+    run("zbv", 2, tmp_path / "file.ckpt", None, 1)
+    assert (tmp_path / "parts.ckpt").is_dir()
+    tool = "lightning.pytorch.utilities.consolidate_checkpoint"
+    command = [sys.executable, "-m", tool, str(tmp_path / "parts.ckpt"), "--output_file", str(tmp_path / "one.ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, plain = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"] for name in ("one", "file"))
+    Tied().load_state_dict(one, strict=True)
+    assert largest_difference(one, plain) == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def middle(make: Any, folder: Any) -> tuple[list[float], list[float]]:
+    """Stop in the middle of an epoch, and go on from there."""
+    keep = ModelCheckpoint(folder, every_n_train_steps=6, save_top_k=-1, filename="{step}")
+    _, _, whole = fit(make(), loader=make_loader(), callbacks=[keep], enable_checkpointing=True, max_epochs=3)
+    _, _, rest = fit(make(), loader=make_loader(), max_epochs=3, ckpt=str(folder / "step=6.ckpt"))
+    return whole.losses, rest.losses
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_lightning_does(tmp_path):
+    """After step 6 of an epoch of 4 batches, the same batches come and give the same losses as on one device."""
+    plain = middle(lambda: "auto", tmp_path / "plain")
+    ours = middle(pipeline, tmp_path / "ours")
+    assert ours[0] == pytest.approx(plain[0], abs=2e-6)
+    assert ours[1] == pytest.approx(plain[1], abs=2e-6)
+    assert ours[1] == pytest.approx(ours[0][6:], abs=2e-6)

@@ -1,0 +1,86 @@
+"""Signals that ask a job to stop: noted where they arrive, acted upon by all ranks before the same batch.
+
+Lightning broadcasts from within the handler of SIGTERM, and looks at a flag of the own rank after each batch. With a
+pipeline the first collides with messages under way, and the second stops one rank while the others wait for it. Here a
+handler only writes an attribute. Before each batch the ranks compare, and all of them stop or none.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import ProcessGroup
+
+__all__ = ["EXIT_CODE", "StopSignals"]
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""How shells report a process that SIGTERM ended; a plain ``SystemExit`` would say that all went well."""
+
+
+class StopSignals:
+    """Puts the handling of stop signals of one run on the trainer, and takes it away afterwards.
+
+    Args:
+        trainer: The trainer.
+        group: A gloo group of all processes; None where one process is alone, which Lightning handles well.
+    """
+
+    def __init__(self, trainer: Trainer, group: ProcessGroup | None) -> None:
+        self._trainer: Any = trainer
+        self._group = group
+        self._stop = False
+        self._requeue = False
+        self._installed: list[tuple[Any, str]] = []
+
+    def install(self) -> None:
+        """Take over; before the trainer registers its handlers."""
+        if self._group is None:
+            return
+        connector = self._trainer._signal_connector
+        self._bind(connector, "_sigterm_notifier_fn", self._note_stop)
+        self._bind(connector, "_slurm_sigusr_handler_fn", self._note_requeue)
+        self._bind(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.agree)
+
+    def remove(self) -> None:
+        """Give the trainer its own handling back."""
+        for owner, name in self._installed:
+            vars(owner).pop(name, None)
+        self._installed.clear()
+
+    def agree(self) -> None:
+        """Compare with the other ranks; collective, before each batch.
+
+        Raises:
+            SIGTERMException: On every rank, if SIGTERM has reached any of them.
+        """
+        if self._group is None:
+            return
+        wishes = torch.tensor([self._stop, self._requeue], dtype=torch.uint8)
+        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
+        stop, requeue = wishes.tolist()
+        connector = self._trainer._signal_connector
+        if requeue:
+            self._requeue = False
+            # The class's own one: it saves a checkpoint, which is collective, and asks SLURM to start the job again.
+            type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
+        if stop:
+            connector.received_sigterm = True
+            raise SIGTERMException(EXIT_CODE)
+
+    def _note_stop(self, signum: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if not self._stop and launcher is not None:
+            launcher.kill(signum)
+        self._stop = True
+
+    def _note_requeue(self, signum: int, frame: Any) -> None:
+        self._requeue = True
+
+    def _bind(self, owner: Any, name: str, method: Any) -> None:
+        setattr(owner, name, method)
+        self._installed.append((owner, name))
