@@ -27,9 +27,13 @@ def check_program(program: Program) -> None:
     _check_ranks(program)
     _check_each_once(program)
     _check_order_on_ranks(program)
-    run_in_order(program.compute_actions, dict(enumerate(program.stage_to_rank)), lambda action: 1.0)
-    _check_transfers_exist(program)
-    run_with_rendezvous(program)
+    try:
+        _check_transfers_exist(program)
+        run_with_rendezvous(program)
+    except ScheduleError:
+        # If the compute actions alone block each other, that is the better explanation.
+        run_in_order(program.compute_actions, dict(enumerate(program.stage_to_rank)), lambda action: 1.0)
+        raise
 
 
 def _check_ranks(program: Program) -> None:

@@ -25,7 +25,8 @@ from d9d_lightning.schedule.engine import Interval, run_in_order
 
 __all__ = ["add_communication_ops"]
 
-_NOMINAL = {ActionKind.F: 1.0, ActionKind.B: 2.0, ActionKind.I: 1.0, ActionKind.W: 1.0}
+_NOMINAL = (1.0, 2.0, 1.0, 1.0)
+"""Times of F, B, I and W."""
 
 
 class _Transfer(NamedTuple):
@@ -73,7 +74,9 @@ def add_communication_ops(
 
 
 def _nominal_duration(action: ActionBase) -> float:
-    return sum(_NOMINAL[part.kind] for part in action.parts)
+    if action.kind is ActionKind.OVERLAP:
+        return sum(_NOMINAL[part.kind] for part in action.parts)
+    return _NOMINAL[action.kind]
 
 
 def _find_transfers(

@@ -6,7 +6,6 @@ pass, the checker and the simulator.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from d9d_lightning.errors import ScheduleDeadlockError
@@ -18,47 +17,54 @@ Interval = tuple[float, float]
 
 
 class _Clock:
-    """End times of what has run so far, and who waits for what has not."""
+    """End times of what has run so far, and who waits for what has not.
+
+    Results are kept by row: ``2 * stage`` for forwards, ``2 * stage + 1`` for (full or input) backwards; in a row by
+    microbatch.
+    """
 
     def __init__(self, stage_to_rank: Mapping[int, int], latency: float) -> None:
-        self.num_stages = len(stage_to_rank)
-        self.rank_of = [stage_to_rank[stage] for stage in range(self.num_stages)]
-        self.latency = latency
-        self.forward: dict[tuple[int, int], float] = {}
-        self.backward: dict[tuple[int, int], float] = {}
-        self.waiting: dict[tuple[int, int, int], list[int]] = {}
+        last = len(stage_to_rank) - 1
+        self.rows: list[dict[int, float]] = [{} for _ in range(2 * last + 2)]
+        self.sources: list[tuple[int, float]] = []
+        for stage in range(last + 1):
+            for near, row in ((stage - 1, 2 * stage - 2), (stage + 1, 2 * stage + 3)):
+                if 0 <= near <= last:
+                    self.sources.append((row, 0.0 if stage_to_rank[near] == stage_to_rank[stage] else latency))
+                else:
+                    self.sources.append((2 * stage if near > last else -1, 0.0))
+        self.waiting: dict[tuple[int, int], list[int]] = {}
 
-    def missing(self, part: ActionBase) -> tuple[int, int, int] | None:
-        """First input of a compute action that does not exist yet, as (0 forward | 1 backward, stage, microbatch)."""
-        stage, microbatch, kind = part.stage, part.microbatch, part.kind
-        if kind is ActionKind.F:
-            return None if stage == 0 or (stage - 1, microbatch) in self.forward else (0, stage - 1, microbatch)
-        if kind is ActionKind.W:
-            return None if (stage, microbatch) in self.backward else (1, stage, microbatch)
-        if (stage, microbatch) not in self.forward:
-            return (0, stage, microbatch)
-        if stage == self.num_stages - 1 or (stage + 1, microbatch) in self.backward:
-            return None
-        return (1, stage + 1, microbatch)
-
-    def ready_at(self, part: ActionBase) -> float:
-        """When the inputs of a compute action have arrived on its rank."""
-        stage, microbatch = part.stage, part.microbatch
-        if part.kind is ActionKind.F and stage > 0:
-            source, produced = stage - 1, self.forward[stage - 1, microbatch]
-        elif part.kind in (ActionKind.I, ActionKind.B) and stage < self.num_stages - 1:
-            source, produced = stage + 1, self.backward[stage + 1, microbatch]
-        else:
-            return -math.inf
-        return produced if self.rank_of[source] == self.rank_of[stage] else produced + self.latency
-
-    def finish(self, part: ActionBase, end: float) -> list[int]:
-        """Record an end; returns the ranks that waited for it."""
+    def needs(self, part: ActionBase) -> tuple[int, float]:
+        """Row of the result that a compute action needs (-1: none), and the latency of its way."""
         if part.kind is ActionKind.W:
-            return []
-        which = 0 if part.kind is ActionKind.F else 1
-        (self.forward if which == 0 else self.backward)[part.stage, part.microbatch] = end
-        return self.waiting.pop((which, part.stage, part.microbatch), [])
+            return 2 * part.stage + 1, 0.0
+        return self.sources[2 * part.stage + (part.kind is not ActionKind.F)]
+
+    def find_arrival(self, action: ActionBase, rank: int) -> float | None:
+        """When all inputs of an action are on its rank; None, and the rank is noted as waiting, if one is missing."""
+        latest = 0.0
+        for part in action.parts:
+            row, way = self.needs(part)
+            if row >= 0:
+                end = self.rows[row].get(part.microbatch)
+                if end is None:
+                    self.waiting.setdefault((row, part.microbatch), []).append(rank)
+                    return None
+                # A weight gradient comes after its input gradient on the same rank; ends only grow there.
+                latest = max(latest, end + way)
+        return latest
+
+    def finish(self, action: ActionBase, end: float) -> list[int]:
+        """Record an end; returns the ranks that waited for it."""
+        woken: list[int] = []
+        for part in action.parts:
+            if part.kind is not ActionKind.W:
+                row = 2 * part.stage + (part.kind is not ActionKind.F)
+                self.rows[row][part.microbatch] = end
+                if self.waiting:
+                    woken += self.waiting.pop((row, part.microbatch), ())
+        return woken
 
 
 def run_in_order(
@@ -90,16 +96,13 @@ def run_in_order(
         order, done = orders[rank], times[rank]
         while len(done) < len(order):
             action = order[len(done)]
-            parts = action.parts
-            blocked = next((need for part in parts if (need := clock.missing(part)) is not None), None)
-            if blocked is not None:
-                clock.waiting.setdefault(blocked, []).append(rank)
+            arrival = clock.find_arrival(action, rank)
+            if arrival is None:
                 break
-            start = max(now[rank], *(clock.ready_at(part) for part in parts))
+            start = max(now[rank], arrival)
             end = now[rank] = start + duration(action)
             done.append((start, end))
-            for part in parts:
-                runnable.extend(clock.finish(part, end))
+            runnable += clock.finish(action, end)
     _require_all_done(orders, times, clock)
     return times
 
@@ -111,8 +114,9 @@ def _require_all_done(
     for rank, (order, done) in enumerate(zip(orders, times, strict=True)):
         if len(done) < len(order):
             action = order[len(done)]
-            needs = [need for part in action.parts if (need := clock.missing(part)) is not None]
-            wanted = ", ".join(f"{stage}{'FB'[which]}{microbatch}" for which, stage, microbatch in needs)
+            needs = [(clock.needs(part)[0], part.microbatch) for part in action.parts]
+            missing = [(row, i) for row, i in needs if row >= 0 and i not in clock.rows[row]]
+            wanted = ", ".join(f"{row // 2}{'FB'[row % 2]}{i}" for row, i in missing)
             blocked.append(f"rank {rank} is blocked at {action} (waits for {wanted})")
     if blocked:
         raise ScheduleDeadlockError("the program deadlocks: " + "; ".join(blocked))
