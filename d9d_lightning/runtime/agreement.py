@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from d9d_lightning.errors import PartitionError, PipelineError, RankFailedError
@@ -91,12 +92,13 @@ class Agreement:
             if error is not None:
                 raise error
             return
-        found = self._groups.gather((digest, None if error is None else describe(error)))
+        problem = None if error is None else f"while it made its {what}: {headline(error)}\n{describe(error)}"
+        found = self._groups.gather((digest, problem))
         if error is not None:
             raise error
         for rank, (_, problem) in enumerate(found):
             if problem is not None:
-                raise remote_error(rank, problem)
+                raise remote_error(self._name(rank), problem)
         if any(other != digest for other, _ in found):
             raise PartitionError(
                 f"ranks made different {what}s: {[other for other, _ in found]}. Expected: the same module and the "
@@ -109,19 +111,34 @@ class Agreement:
             return status
         return StepStatus(self._groups.maximum([int(status)])[0])
 
+    def _name(self, rank: int | None = None) -> str:
+        """The process that plays a pipeline rank, by default this one, as launchers and logs number it."""
+        rank = self._rank if rank is None else rank
+        if self._groups is None:
+            return "the only rank"
+        process = dist.get_global_rank(self._groups.control, self._groups.process_of[rank])
+        return f"rank {process}" if process == rank else f"rank {process} (pipeline rank {rank})"
+
     def raise_first(self, failure: Exception | None, where: str, failed_at: float) -> None:
         """After a step that failed somewhere: raise the own failure if it was the first, else tell of the first.
 
         A rank that goes on with the zeros of a failed one may fail too; that is not what the user wants to read.
         """
+        own = None
         if failure is not None:
-            failure.add_note(f"(pipeline rank {self._rank}, {where})")
+            text = f"in {where}: {headline(failure)}\n{describe(failure)}"
+            own = (failed_at, self._rank, text)
+            failure.add_note(f"({self._name()} failed in {where})")
         if self._groups is not None:
-            own = None if failure is None else (failed_at, self._rank, f"in {where}:\n{describe(failure)}")
             _, rank, text = min(entry for entry in self._groups.gather(own) if entry is not None)
             if rank != self._rank:
-                raise remote_error(rank, text)
+                raise remote_error(self._name(rank), text)
         raise failure if failure is not None else PipelineError("the step failed, but no rank said why")
+
+
+def headline(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def describe(error: BaseException) -> str:
@@ -129,6 +146,6 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def remote_error(rank: int, text: Any) -> RankFailedError:
+def remote_error(name: str, text: Any) -> RankFailedError:
     """The error that a rank raises because another one failed."""
-    return RankFailedError(f"pipeline rank {rank} failed first, {text}")
+    return RankFailedError(f"{name} failed first {text}")

@@ -27,6 +27,7 @@ from d9d_lightning.runtime.materialize import materialize, needs_materializing
 from d9d_lightning.runtime.ownership import Ownership, find_ownership, lent_parameters, release_parameters
 from d9d_lightning.runtime.solitary import NoTransport
 from d9d_lightning.runtime.transport import ProcessTransport
+from d9d_lightning.runtime.whereabouts import place_of_failure
 from d9d_lightning.schedule import Program
 from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
 from d9d_lightning.stage.planner import Planner
@@ -340,7 +341,8 @@ class Pipeline:
         if status is not StepStatus.FINE and self._transport is not None:
             self._transport.reset()
         if status is StepStatus.FAILED:
-            self._agreement.raise_first(failure, f"action {executor.failed_action}", executor.failed_at)
+            where = "" if failure is None else place_of_failure(f"action {executor.failed_action}", failure)
+            self._agreement.raise_first(failure, where, executor.failed_at)
         return status
 
     def _share_state(self, names: Sequence[str], world: PrivateWorld | None) -> None:

@@ -118,6 +118,8 @@ class FailureWatch:
             self._local.suspicion = (report, time.monotonic())
             self._closing.wait(self._limits.lost_peer_grace + _STORE_CALL_S)
         else:
+            # This process is on its way out already, and may still have a log to upload or a checkpoint to write.
+            self._local.handled = not fatal
             self._exchange.publish(report, _STORE_CALL_S)
 
     def raise_if_published(self, wait_s: float = 0.0) -> None:

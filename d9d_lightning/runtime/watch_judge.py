@@ -53,7 +53,7 @@ class LocalState:
     Attributes:
         action: The action under way and when it began; None between actions.
         progress: Number of actions finished.
-        handled: The published error was raised in this process.
+        handled: An error of the run was raised in this process.
         suspicion: An error that only says that a peer is gone, and when it was seen.
         parent: Process that this one must not outlive; None where there is no such.
     """

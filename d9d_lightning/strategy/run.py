@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,7 @@ from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
 from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.hooks import HookWrappers
+from d9d_lightning.strategy.keys import KeyAgreement
 from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
@@ -46,6 +48,7 @@ from d9d_lightning.strategy.precision import prepare_scaler
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.reduction import GradientReduction
 from d9d_lightning.strategy.refusals import refuse_module, refuse_optimizers
+from d9d_lightning.strategy.report import describe_run
 from d9d_lightning.strategy.runtime_bridge import runtime_groups
 from d9d_lightning.strategy.session import Session
 from d9d_lightning.strategy.sharded import write_sharded
@@ -156,7 +159,15 @@ class Run:
         for owned_optimizer in self._optimizers.values():
             owned_optimizer.prune(self.owned)
         self._placed.engine.release()
+        if not known:
+            self._tell()
         self._shared = shared
+
+    def _tell(self) -> None:
+        if self._programs.size > 1:
+            rank_zero_info(describe_run(self._module, self.placed, self._programs, self._options.num_microbatches))
+        for note in self.placed.engine.planner.notes:
+            rank_zero_info(f"D9DStrategy: {note}")
 
     def connect(self, precision: Precision, watch: RunWatch | None = None) -> None:
         """Hang loops, logs, metrics, hooks and signals on the trainer, and the failure watch on the pipeline."""
@@ -192,7 +203,8 @@ class Run:
         )
         bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
         install_loop(self._trainer)
-        install_logbooks(self._trainer, self._reduce)
+        keys = KeyAgreement(groups.world_control) if groups is not None and self._world.axes.data > 1 else None
+        install_logbooks(self._trainer, self._reduce, None if keys is None else keys.check)
         around = self._calls_outside()
         self._hooks.install(self._trainer, self._messenger, around)
         self._callbacks.install(around)
