@@ -155,10 +155,10 @@ def _box(simulation: Simulation, rank: int, action: ActionBase, x: float, width:
 def _legend(simulation: Simulation, height: int) -> list[str]:
     kinds = {action.kind for order in simulation.program.compute_actions for action in order}
     entries = [(_COLOURS[kind][0], _MEANINGS[kind]) for kind in _MEANINGS if kind in kinds]
+    entries.append(("#eeeeee", "idle"))
     if simulation.program.num_stages > simulation.program.pp_size:
         first = next(kind for kind in _MEANINGS if kind in kinds)
         entries.append((_COLOURS[first][1], "paler: a further stage of the rank"))
-    entries.append(("#eeeeee", "idle"))
     parts = []
     for position, (colour, meaning) in enumerate(entries):
         x, y = _LEFT + 170 * position, height - 22
