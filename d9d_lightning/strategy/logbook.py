@@ -39,12 +39,19 @@ class LogBook(ResultCollection):
     Args:
         training: Whether it belongs to the training loop.
         reduce: How ``sync_dist`` reduces a value over replicas.
+        agree: Raises if replicas are about to replay different keys.
     """
 
-    def __init__(self, training: bool, reduce: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        training: bool,
+        reduce: Callable[..., Any],
+        agree: Callable[[Sequence[LogRecord]], None] | None = None,
+    ) -> None:
         super().__init__(training)
         self._mode = _Mode.LIVE
         self._reduce = reduce
+        self.agree = agree
         self._records: list[LogRecord] = []
         self.microbatch_size = 1
 
@@ -96,6 +103,8 @@ class LogBook(ResultCollection):
     def replay(self, trainer: Trainer, module: LightningModule, records: Sequence[LogRecord]) -> None:
         """Log the records as if the step had run here."""
         connector = trainer._logger_connector
+        if self.agree is not None:
+            self.agree(records)
         for record in records:
             if connector.should_reset_tensors(record.hook):
                 self.reset(metrics=False, fx=record.hook)
@@ -124,8 +133,10 @@ def _metric_with(module: LightningModule, reading: MetricReading) -> Metric:
     return metric
 
 
-def install_logbooks(trainer: Trainer, reduce: Callable[..., Any]) -> None:
-    """Give every loop of the trainer a log book, once."""
+def install_logbooks(
+    trainer: Trainer, reduce: Callable[..., Any], agree: Callable[[Sequence[LogRecord]], None] | None
+) -> None:
+    """Give every loop of the trainer a log book, once; how replicas agree is new in every run."""
     epoch_loop = trainer.fit_loop.epoch_loop
     loops = (
         (epoch_loop, True),
@@ -136,3 +147,4 @@ def install_logbooks(trainer: Trainer, reduce: Callable[..., Any]) -> None:
     for loop, training in loops:
         if not isinstance(loop._results, LogBook):
             loop._results = LogBook(training, reduce)
+        loop._results.agree = agree

@@ -115,15 +115,16 @@ class Programs:
         chosen = limit
         for candidate in candidates:
             chosen = candidate
-            if self._bubble(candidate) <= LARGEST_BUBBLE:
+            if self.predicted_bubble(candidate) <= LARGEST_BUBBLE:
                 break
         rank_zero_info(
             f'num_microbatches="auto": {chosen} microbatches for a batch of {batch_size}, predicted bubble '
-            f"{self._bubble(chosen):.0%}. Type num_microbatches={chosen} to fix it."
+            f"{self.predicted_bubble(chosen):.0%}. Type num_microbatches={chosen} to fix it."
         )
         return chosen
 
-    def _bubble(self, num_microbatches: int) -> float:
+    def predicted_bubble(self, num_microbatches: int) -> float:
+        """Share of time in which ranks wait, if a backward takes twice as long as a forward."""
         from d9d_lightning.schedule.engine import run_in_order
 
         program = self.training(num_microbatches)

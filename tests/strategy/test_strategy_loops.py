@@ -9,12 +9,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -44,7 +47,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation scheduler": {"callbacks": ["accumulate"], "max_epochs": 3},
     "callbacks": {"callbacks": ["summary", "timer", "lambda", "lr"], "max_epochs": 2},
     "average": {"callbacks": ["ema"], "max_epochs": 2},
-    "unfreezing": {"callbacks": ["unfreeze"], "max_epochs": 3, "plain_optimizer": True},
+    "bars and monitors": {"callbacks": ["rich", "stats", "throughput"], "enable_progress_bar": True, "max_epochs": 1},
+    "overrides": {"kind": "overrides", "gradient_clip_val": 0.05, "max_epochs": 2, "accumulate_grad_batches": 2},
+    "fused": {"kind": "fused", "gradient_clip_val": 0.05, "max_epochs": 1},
+    "plateau": {"kind": "plateau", "max_epochs": 4},
+    "muon": {"kind": "muon", "max_epochs": 1},
+    "unfreezing": {"callbacks": ["unfreeze"], "max_epochs": 3, "kind": "plain"},
 }
 
 
@@ -76,6 +84,9 @@ def make_callback(name: str, log: list[Any]) -> Any:
         "lr": lambda: LearningRateMonitor("step"),
         "ema": lambda: EMAWeightAveraging(decay=0.8),
         "unfreeze": Unfreeze,
+        "rich": RichProgressBar,
+        "stats": DeviceStatsMonitor,
+        "throughput": lambda: ThroughputMonitor(batch_size_fn=lambda batch: batch[0].size(0), window_size=2),
     }[name]()
 
 
@@ -86,9 +97,66 @@ class PlainOptimizer(Classifier):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class Overrides(Classifier):
+    """Warms up by hand, clips by hand, and asks how many steps there will be."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=int(self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        value = gradient_clip_val * (1 + self.current_epoch)
+        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=gradient_clip_algorithm)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * (batch_idx + 1)
+        optimizer.step(closure=optimizer_closure)
+
+
+class Fused(Classifier):
+    """Fused AdamW in two groups chosen by name, one of which is empty on a rank."""
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        groups = [
+            {"params": [p for n, p in named.items() if n.startswith("net.0")], "lr": 0.01},
+            {"params": [p for n, p in named.items() if not n.startswith("net.0")]},
+        ]
+        return torch.optim.AdamW(groups, lr=0.05, fused=True)
+
+
+class Plateau(Classifier):
+    """Lowers the rate when validation does not improve."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.3, foreach=True)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class Matrices(Classifier):
+    """Trains matrices only, with an optimizer that takes nothing else."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.dim() == 2], lr=0.02)
+
+
+KINDS: dict[str, type[Classifier]] = {
+    "": Classifier,
+    "plain": PlainOptimizer,
+    "overrides": Overrides,
+    "fused": Fused,
+    "plateau": Plateau,
+    "muon": Matrices,
+}
+
+
 def run_way(name: str, strategy: Any, devices: int, folder: str) -> dict[str, Any]:
     options = dict(WAYS[name])
-    kind = PlainOptimizer if options.pop("plain_optimizer", False) else Classifier
+    kind = KINDS[options.pop("kind", "")]
     log: list[Any] = []
     seen = Losses()
     callbacks = [make_callback(one, log) for one in options.pop("callbacks", [])]
@@ -106,6 +174,7 @@ def run_way(name: str, strategy: Any, devices: int, folder: str) -> dict[str, An
         "losses": seen.losses,
         "metrics": seen.metrics,
         "step": trainer.global_step,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
         "epoch": trainer.current_epoch,
         "log": log,
         "modes": [child.training for child in module.modules()],
@@ -125,7 +194,7 @@ def test_every_way_to_fit_equals_one_device(tmp_path):
         for rank in ranks:
             ours = rank[name]
             assert ours["losses"] == pytest.approx(one["losses"], abs=tolerance), name
-            for key in ("step", "epoch", "log", "modes"):
+            for key in ("step", "epoch", "rates", "log", "modes"):
                 assert ours[key] == one[key], (name, key)
             for mine, theirs in zip(ours["metrics"], one["metrics"], strict=True):
                 assert mine == pytest.approx(theirs, abs=max(tolerance, 0.2 if name == "bfloat16" else 0)), name

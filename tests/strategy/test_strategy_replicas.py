@@ -8,8 +8,10 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.plugins import MixedPrecision
 from strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
+from d9d_lightning.strategy.keys import DifferentKeysError
 from d9d_lightning.testing import distributed, run_distributed
 
 
@@ -131,3 +133,57 @@ def test_uneven_loaders_end_together():
         trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False, **QUIET)
         trainer.fit(module, loader)
         assert trainer.global_step == 2, kind
+
+
+class LogsSometimes(Classifier):
+    """Logs a key on one replica only."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1:
+            self.log("rare", 1.0, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+@distributed(ranks=2, init_group=False)
+def test_a_key_that_one_replica_logs_is_named():
+    """A key on one replica only raises on all of them, with the key, its hook and the ranks that have it."""
+    with pytest.raises(DifferentKeysError, match=r"'rare' \(in training_step\) on ranks \[1\]"):
+        fit(pipeline(data_parallel_size=2), LogsSometimes, devices=2, max_epochs=1)
+
+
+class Overflows(Classifier):
+    """One replica meets an infinite gradient once."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)[0]
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 1:
+            loss = loss * float("inf")
+        return loss
+
+
+def scale_losses(replicas: int) -> dict:
+    """Train with a loss scaler; one batch overflows on one rank."""
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    kind = Overflows if replicas == 2 else Classifier
+    strategy = pipeline(data_parallel_size=replicas, num_microbatches=1)
+    module, trainer, seen = fit(
+        strategy, kind, devices=2, max_epochs=1, plugins=precision, gradient_clip_val=0.5, loader=make_loader(12, 3)
+    )
+    state = {key: value.clone() for key, value in module.state_dict().items()} if replicas == 2 else {}
+    return {"scale": trainer.precision_plugin.scaler.get_scale(), "state": state, "losses": seen.losses}
+
+
+def test_an_overflow_on_one_replica_skips_the_step_on_all():
+    """With fp16 the scale and the parameters stay equal on all ranks after an overflow on one."""
+    first, second = run_distributed(scale_losses, 2, (2,), init_group=False)
+    assert first["scale"] == second["scale"] == 512.0
+    assert largest_difference(first["state"], second["state"]) == 0
+    assert all(bool(torch.isfinite(value).all()) for value in first["state"].values())
+
+
+def test_a_loss_scaler_works_over_the_stages_of_a_pipeline():
+    """With fp16 the rank without the loss knows the scale too, and losses are finite and equal."""
+    first, second = run_distributed(scale_losses, 2, (1,), init_group=False)
+    assert first["scale"] == second["scale"] == 1024.0
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0] + 0.5
