@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from watch_faults import LIMITS, orphan_output, run_ranks
+
+from tests.runtime.watch_faults import LIMITS, orphan_output, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
