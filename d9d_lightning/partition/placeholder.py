@@ -277,6 +277,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of one operator with at least one placeholder among its arguments."""
     first = _first_placeholder(args, kwargs)
     if shapes.draws_random_numbers(func, args, kwargs):
+        if func in shapes.DRAWS_BY_VALUE:
+            _refuse_read(first, str(func))
         shapes.advance_generator(func, args, kwargs, Placeholder)
     try:
         rule = shapes.infer(func, args, kwargs, Placeholder)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "DRAWS_BY_VALUE",
     "DataDependentError",
     "Geometry",
     "OutputRule",
@@ -281,6 +282,18 @@ def _infer_by_running(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return _make_rule(func, args, kwargs, inputs, out)
 
 
+DRAWS_BY_VALUE = frozenset(
+    [
+        torch.ops.aten.poisson.default,
+        torch.ops.aten.binomial.default,
+        torch.ops.aten._standard_gamma.default,
+        torch.ops.aten._sample_dirichlet.default,
+        torch.ops.aten.rrelu_with_noise.default,
+        torch.ops.aten.rrelu_with_noise_.default,
+    ]
+)
+"""Operators that draw more or fewer random numbers depending on the values they are given."""
+
 _CHEAP_RANDOM_NUMBERS = False
 
 
@@ -321,7 +334,7 @@ def advance_generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             if not isinstance(tensor, placeholder):
                 return tensor.clone()  # a random operator may write into it
             geometry = Geometry.of(tensor)
-            return geometry.empty(geometry.device).zero_()
+            return geometry.empty(geometry.device).fill_(1)  # a weight, a probability and a deviation may be 1
 
         real_args, real_kwargs = map_tensors((args, kwargs), real)
         func(*real_args, **real_kwargs)
