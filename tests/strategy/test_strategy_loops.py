@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "callbacks": {"callbacks": ["summary", "timer", "lambda", "lr"], "max_epochs": 2},
     "average": {"callbacks": ["ema"], "max_epochs": 2},
     "bars and monitors": {"callbacks": ["rich", "stats", "throughput"], "enable_progress_bar": True, "max_epochs": 1},
-    "overrides": {"kind": "overrides", "gradient_clip_val": 0.05, "max_epochs": 2, "accumulate_grad_batches": 2},
+    "overrides": {"kind": "overrides", "max_epochs": 2, "accumulate_grad_batches": 2},
     "fused": {"kind": "fused", "gradient_clip_val": 0.05, "max_epochs": 1},
     "plateau": {"kind": "plateau", "max_epochs": 4},
     "muon": {"kind": "muon", "max_epochs": 1},
@@ -107,8 +107,9 @@ class Overrides(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        value = gradient_clip_val * (1 + self.current_epoch)
-        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=gradient_clip_algorithm)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.05 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
+        )
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None) -> None:
         for group in optimizer.param_groups:
@@ -162,9 +163,8 @@ def run_way(name: str, strategy: Any, devices: int, folder: str) -> dict[str, An
     callbacks = [make_callback(one, log) for one in options.pop("callbacks", [])]
     L.seed_everything(7, verbose=False)
     module = kind()
-    logger = (
-        CSVLogger(folder, name=None, version=f"{name}-{devices}") if "lr" in WAYS[name].get("callbacks", []) else False
-    )
+    needs_logger = {"lr", "stats", "throughput"} & set(WAYS[name].get("callbacks", []))
+    logger = CSVLogger(folder, name=None, version=f"{name}-{devices}") if needs_logger else False
     settings = {**QUIET, "logger": logger, "max_epochs": 1, "log_every_n_steps": 1, **options}
     trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=[*callbacks, seen], **settings)
     trainer.fit(module, make_loader(shuffle=True), make_loader())
