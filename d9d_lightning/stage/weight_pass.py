@@ -61,20 +61,24 @@ class ForkPlan:
     def gradients(self, given: Gradients, computed: Gradients, scratch: Scratch) -> Gradients:
         """One gradient for each slot, that nobody else owns."""
         if self.rule is not None:
-            arrived = given[0]
-            if arrived is None:
-                return [None] * len(self.slots)
-            results = self.rule.gradients(self.saved, self.slots, arrived, scratch)
-            # a rule hands on the gradient itself or computes a new one
-            shared = [result is arrived for result in results]
-        elif self.node is not None and any(gradient is None for gradient in computed):
-            outcome = self.node(*given)
-            every = outcome if isinstance(outcome, tuple) else (outcome,)
-            results = [every[slot] for slot in self.slots]
-            shared = [result is not None and _shares_memory(result, given) for result in results]
-        else:
+            return [None] * len(self.slots) if given[0] is None else self._apply(self.rule, given[0], scratch)
+        if self.node is None or all(gradient is not None for gradient in computed):
             return computed
-        return [_settle(*each) for each in zip(results, self.edges, shared, strict=True)]
+        outcome = self.node(*given)
+        every = outcome if isinstance(outcome, tuple) else (outcome,)
+        results = [(every[slot], edge) for slot, edge in zip(self.slots, self.edges, strict=True)]
+        return [r if r is None else _settle(r, edge, _shares_memory(r, given)) for r, edge in results]
+
+    def _apply(self, rule: WeightRule, arrived: Tensor, scratch: Scratch) -> Gradients:
+        # slot by slot where possible: a bias is summed up while the gradient that its weight needs next is read anyway
+        batches = [self.slots] if rule.is_joint else [(slot,) for slot in self.slots]
+        edges = iter(self.edges)
+        return [
+            # a rule hands on the gradient itself or computes a new one
+            _settle(result, next(edges), result is arrived)
+            for slots in batches
+            for result in rule.gradients(self.saved, slots, arrived, scratch)
+        ]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were read from the graph."""
@@ -207,10 +211,8 @@ class _Descent:
             _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _settle(gradient: Tensor | None, edge: GradientEdge, is_shared: bool) -> Tensor | None:
+def _settle(gradient: Tensor, edge: GradientEdge, is_shared: bool) -> Tensor:
     """Make a gradient real where the edge is, and its memory its own; the engine reduces and casts it."""
-    if gradient is None:
-        return None
     if gradient.is_complex() and not edge.node._input_metadata[edge.output_nr].dtype.is_complex:
         gradient = gradient.real
     if not is_shared:

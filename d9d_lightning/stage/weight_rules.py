@@ -41,10 +41,12 @@ class WeightRule:
             argument among the differentiable ones, as in ``node.next_functions``. Raises :class:`HookedTensorError`.
         gradients: ``(saved, slots, gradient of the first output, memory to use)`` to one gradient for each slot, not
             yet reduced to the argument's shape where the operation broadcasts; the engine does that.
+        is_joint: All slots come from one kernel, so they must be asked for together.
     """
 
     read: Callable[[Any, Slots], Saved]
     gradients: Callable[[Saved, Slots, Tensor, Scratch], Sequence[Tensor]]
+    is_joint: bool = False
 
 
 def _read(node: Any, name: str) -> Tensor | None:
@@ -256,13 +258,13 @@ WEIGHT_RULES: Mapping[str, WeightRule] = MappingProxyType(
         "AddmmBackward0": WeightRule(_read_addmm, _gradients_of_addmm),
         "BaddbmmBackward0": WeightRule(_read_baddbmm, _gradients_of_baddbmm),
         "BmmBackward0": WeightRule(_read_bmm, _gradients_of_bmm),
-        "ConvolutionBackward0": WeightRule(_read_convolution, _gradients_of_convolution),
+        "ConvolutionBackward0": WeightRule(_read_convolution, _gradients_of_convolution, is_joint=True),
         "GroupedMmBackward0": WeightRule(_read_grouped_mm, _gradients_of_grouped_mm),
         "MmBackward0": WeightRule(_read_mm, _gradients_of_mm),
         "MulBackward0": WeightRule(_read_mul, _gradients_of_mul),
-        "NativeBatchNormBackward0": WeightRule(_read_batch_norm, _gradients_of_batch_norm),
-        "NativeGroupNormBackward0": WeightRule(_read_group_norm, _gradients_of_group_norm),
-        "NativeLayerNormBackward0": WeightRule(_read_layer_norm, _gradients_of_layer_norm),
+        "NativeBatchNormBackward0": WeightRule(_read_batch_norm, _gradients_of_batch_norm, is_joint=True),
+        "NativeGroupNormBackward0": WeightRule(_read_group_norm, _gradients_of_group_norm, is_joint=True),
+        "NativeLayerNormBackward0": WeightRule(_read_layer_norm, _gradients_of_layer_norm, is_joint=True),
         "SubBackward0": WeightRule(_read_alpha, _gradients_of_sub),
     }
 )
