@@ -70,15 +70,9 @@ def make_builder(
     """
     if name not in SCHEDULES:
         raise ScheduleError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
-    options: dict[str, object] = {}
-    if name == "forward_only":
-        options = {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
-    elif name == "auto":
-        default = 2 if style is ScheduleStyle.v else 1
-        options = {"stages_per_rank": stages_per_rank or default, "costs": costs or UNIT_COSTS}
-        options |= {"max_activations": max_activations, "barrier": barrier}
-    elif name in _LOOPED and stages_per_rank is not None:
-        options = {"stages_per_rank": stages_per_rank}
+    options = _choose_options(name, stages_per_rank, style)
+    if name == "auto":
+        options |= {"costs": costs or UNIT_COSTS, "max_activations": max_activations, "barrier": barrier}
     builder = SCHEDULES[name](**options)
     if stages_per_rank is not None and builder.num_stages_per_rank != stages_per_rank:
         raise ScheduleError(
@@ -88,6 +82,17 @@ def make_builder(
     if style is not None and builder.topology_style is not style:
         raise ScheduleError(f"schedule {name!r} has the {builder.topology_style.name} placement, got {style.name}")
     return builder
+
+
+def _choose_options(name: str, stages_per_rank: int | None, style: ScheduleStyle | None) -> dict[str, object]:
+    """Arguments of a family that leaves its placement open."""
+    if name == "forward_only":
+        return {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
+    if name == "auto":
+        return {"stages_per_rank": stages_per_rank or (2 if style is ScheduleStyle.v else 1)}
+    if name in _LOOPED and stages_per_rank is not None:
+        return {"stages_per_rank": stages_per_rank}
+    return {}
 
 
 def build_program(
@@ -107,33 +112,34 @@ def build_program(
         schedule: A key of :data:`SCHEDULES`, or a builder of your own.
         pp_size: Number of ranks.
         num_microbatches: Number of microbatches of one step.
-        stages_per_rank: Number of stages per rank, where the family leaves a choice.
-        style: Placement, for ``forward_only``.
-        costs: Costs of the actions of one stage, for ``auto``.
-        max_activations: The most that a rank may hold, in stage activations, for ``auto``.
-        barrier: For ``auto``: make ``span`` short if true, else ``cost``.
+        stages_per_rank, style, costs, max_activations, barrier: See :func:`make_builder`.
 
     Raises:
         ScheduleError: An unknown name, or numbers that the family does not take; says which and what to use instead.
     """
-    builder = schedule
-    name = ""
-    if isinstance(builder, str):
-        name = builder
-        builder = make_builder(
-            name,
+    _require_at_least_one(num_microbatches, pp_size)
+    name = schedule if isinstance(schedule, str) else ""
+    builder = (
+        schedule
+        if not isinstance(schedule, str)
+        else make_builder(
+            schedule,
             stages_per_rank=stages_per_rank,
             style=style,
             costs=costs,
             max_activations=max_activations,
             barrier=barrier,
         )
+    )
+    actions = builder.compose(num_microbatches, pp_size)
+    num_stages = builder.num_stages_per_rank * pp_size
+    placement = build_stage_to_host_rank_topology(pp_size, num_stages, builder.topology_style)
+    return Program.from_actions(actions, tuple(placement.values()), num_microbatches, name)
+
+
+def _require_at_least_one(num_microbatches: int, pp_size: int) -> None:
     if num_microbatches < 1 or pp_size < 1:
         raise ScheduleError(
             f"a program needs at least 1 microbatch and 1 rank, got num_microbatches={num_microbatches} and "
             f"pp_size={pp_size}"
         )
-    actions = builder.compose(num_microbatches, pp_size)
-    num_stages = builder.num_stages_per_rank * pp_size
-    placement = build_stage_to_host_rank_topology(pp_size, num_stages, builder.topology_style)
-    return Program.from_actions(actions, tuple(placement.values()), num_microbatches, name)

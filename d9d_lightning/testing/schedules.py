@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,27 +50,33 @@ def check_schedule(
     Raises:
         ScheduleError: Names the sizes, and the action that is missing, doubled, misplaced or blocked.
     """
-    counts = tuple(microbatches)
     passed: list[tuple[int, int]] = []
     refused: list[tuple[int, int, str]] = []
-    for pp_size in pp_sizes:
-        for num_microbatches in counts:
-            where = f"{type(builder).__name__} with pp_size={pp_size}, num_microbatches={num_microbatches}"
-            try:
-                actions = builder.compose(num_microbatches=num_microbatches, pp_size=pp_size)
-            except ScheduleDeadlockError as error:
-                raise ScheduleDeadlockError(f"{where}: {error}") from error
-            except ValueError as error:
-                refused.append((pp_size, num_microbatches, _check_refusal(error, pp_size, num_microbatches)))
-                continue
-            try:
-                _check_one(builder, actions, pp_size, num_microbatches)
-            except ScheduleError as error:
-                raise type(error)(f"{where}: {error}") from error
+    for pp_size, num_microbatches in itertools.product(pp_sizes, microbatches):
+        refusal = _try_one(builder, pp_size, num_microbatches)
+        if refusal is None:
             passed.append((pp_size, num_microbatches))
+        else:
+            refused.append((pp_size, num_microbatches, refusal))
     if not passed:
         raise ScheduleError(f"{type(builder).__name__} refused all sizes; the last message was {refused[-1][2]!r}")
     return ScheduleReport(tuple(passed), tuple(refused))
+
+
+def _try_one(builder: PipelineProgramBuilder, pp_size: int, num_microbatches: int) -> str | None:
+    """Build and check one program; returns the message if the builder refuses the sizes."""
+    where = f"{type(builder).__name__} with pp_size={pp_size}, num_microbatches={num_microbatches}"
+    try:
+        actions = builder.compose(num_microbatches=num_microbatches, pp_size=pp_size)
+    except ScheduleDeadlockError as error:
+        raise ScheduleDeadlockError(f"{where}: {error}") from error
+    except ValueError as error:
+        return _check_refusal(error, pp_size, num_microbatches)
+    try:
+        _check_one(builder, actions, pp_size, num_microbatches)
+    except ScheduleError as error:
+        raise type(error)(f"{where}: {error}") from error
+    return None
 
 
 def _check_refusal(error: ValueError, pp_size: int, num_microbatches: int) -> str:
