@@ -90,6 +90,10 @@ class ActionBase:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Callable[[str], ActionBase], tuple[str]]:
+        # Hashes of text differ between processes, so an action is pickled as its text.
+        return parse_action, (self._text,)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

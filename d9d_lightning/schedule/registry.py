@@ -87,10 +87,13 @@ def make_builder(
 def _choose_options(name: str, stages_per_rank: int | None, style: ScheduleStyle | None) -> dict[str, object]:
     """Arguments of a family that leaves its placement open."""
     if name == "forward_only":
-        return {"stages_per_rank": stages_per_rank or 1, "style": style or ScheduleStyle.loop}
-    if name == "auto":
-        return {"stages_per_rank": stages_per_rank or (2 if style is ScheduleStyle.v else 1)}
-    if name in _LOOPED and stages_per_rank is not None:
+        return {
+            "stages_per_rank": 1 if stages_per_rank is None else stages_per_rank,
+            "style": style or ScheduleStyle.loop,
+        }
+    if name == "auto" and stages_per_rank is None:
+        return {"stages_per_rank": 2 if style is ScheduleStyle.v else 1}
+    if name in (*_LOOPED, "auto") and stages_per_rank is not None:
         return {"stages_per_rank": stages_per_rank}
     return {}
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from d9d_lightning.errors import ScheduleDeadlockError, ScheduleError
@@ -182,3 +188,56 @@ def test_automatic_number_of_microbatches() -> None:
     assert choose_num_microbatches("gpipe", pp_size=4, batch_size=64) == 16
     assert choose_num_microbatches("gpipe", pp_size=4, batch_size=3) == 3
     assert choose_num_microbatches("zbv", pp_size=1, batch_size=8) == 1
+
+
+def test_a_csv_with_idle_cells_is_read_from_text_and_file(tmp_path: Path) -> None:
+    """The CSV that torch dumps, with empty cells where a rank idles, loads from its text and from a file."""
+    rows = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
+    program = Program.from_csv(rows)
+    path = tmp_path / "schedule.csv"
+    path.write_text(rows)
+    assert Program.from_csv(path) == Program.from_csv(str(path)) == program
+    assert [list(map(str, order)) for order in program.compute_actions] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
+    assert program.num_microbatches == 2
+    check_program(program)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0,0B0\n0F1,0B1", "0F1 is on rank 1, but stage 0 began on rank 0"),
+        ("0F0,0B0\n2F0,2B0", "no action of stage 1"),
+        ("0F0,0SEND_F0\n1F0", "0SEND_F0; expected compute actions only"),
+        ("0F0,0X0\n1F0", "'0X0' is no action"),
+    ],
+)
+def test_a_wrong_csv_is_refused(rows: str, message: str) -> None:
+    """A CSV that is no compute-only program is an error that names the cell."""
+    with pytest.raises(ScheduleError, match=message):
+        Program.from_csv(rows)
+
+
+def test_a_text_that_is_no_program_is_refused() -> None:
+    """A text without sizes is an error that shows the form of one."""
+    with pytest.raises(ScheduleError, match="ranks=2 microbatches=4 placement=0,1"):
+        Program.parse("0: 0F0")
+
+
+def test_actions_are_values() -> None:
+    """Actions cannot be changed, hash alike when equal, and survive pickling into a process with other hashes."""
+    action = build_program("dualpipev", pp_size=2, num_microbatches=4).compute_actions[0][-5]
+    with pytest.raises(AttributeError):
+        action.stage_idx = 3  # type: ignore[attr-defined]
+    pair = ComposeAction((ForwardComputeAction(0, 1), BackwardFullInputComputeAction(3, 0)))
+    for entry in (action, pair):
+        assert pickle.loads(pickle.dumps(entry)) == entry
+    code = (
+        "import pickle, sys; from d9d_lightning.schedule import parse_action\n"
+        f"given = pickle.loads(bytes.fromhex({pickle.dumps(pair).hex()!r}))\n"
+        f"sys.exit(given not in {{parse_action({str(pair)!r})}})"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=os.environ | {"PYTHONHASHSEED": "77"})
