@@ -53,8 +53,8 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW as most people use it."""
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    """AdamW with its default learning rate."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 @dataclass

@@ -119,7 +119,10 @@ _UNTAGGED_READERS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.ate
 def _reads_values(func: Any) -> bool:
     tags = func.tags
     return (
-        torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or func in _UNTAGGED_READERS
+        torch.Tag.data_dependent_output in tags
+        or torch.Tag.dynamic_output_shape in tags
+        or func in _UNTAGGED_READERS
+        or func in shapes.DRAWS_BY_VALUE  # what is drawn next depends on it
     )
 
 

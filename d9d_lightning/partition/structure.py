@@ -133,11 +133,21 @@ def _emptied(item: Any) -> Any:
         return item
     if isinstance(made, dict):
         _plain_dict(made).clear(made)
-    if hasattr(made, "__dict__"):
-        for name, field in list(vars(made).items()):
-            if isinstance(field, torch.Tensor):
-                made.__dict__[name] = None
+    mirrors = isinstance(made, dict)  # such classes fill their entries from the fields when they are copied
+    for name, field in list(vars(made).items()) if hasattr(made, "__dict__") else []:
+        if not name.startswith("__"):
+            made.__dict__[name] = None if mirrors else _without_tensors(field)
+    for name in () if mirrors else _slots(type(made)):
+        if not name.startswith("__") and hasattr(made, name):
+            object.__setattr__(made, name, _without_tensors(getattr(made, name)))
     return made
+
+
+def _without_tensors(field: Any) -> Any:
+    """What a field of a prototype holds until it is filled again; a container's own copying may ask for its kind."""
+    if not isinstance(field, dict | list | tuple | torch.Tensor) or not tensors_in(field):
+        return field
+    return type(field)() if type(field) in (dict, list, tuple) else None
 
 
 def _plain_dict(value: dict[Any, Any]) -> Any:
