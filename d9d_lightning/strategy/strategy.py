@@ -374,3 +374,5 @@ class D9DStrategy(ParallelStrategy):
         leave_world(self._world)
         if self._world is not None and self._world.is_temporary:
             self._collectives = None
+            if self.lightning_module is not None:
+                self.lightning_module._device_mesh = None
