@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 
+from d9d_lightning.errors import ScheduleError
 from d9d_lightning.schedule.actions import ActionBase, ActionKind
 from d9d_lightning.schedule.simulate import Simulation
 
 __all__ = ["draw_compact", "draw_html", "draw_svg", "draw_text", "summarize"]
 
+_MOST_COLUMNS = 1000
 _LETTERS = {ActionKind.F: "F", ActionKind.B: "B", ActionKind.I: "I", ActionKind.W: "W"}
 
 
@@ -74,10 +76,11 @@ def summarize(simulation: Simulation) -> str:
 def _tick(simulation: Simulation, width: int | None) -> float:
     """Time of one column."""
     durations = {round(end - start, 9) for _, _, start, end in simulation.timeline if end > start}
+    if not durations:
+        raise ScheduleError("there is nothing to draw: every action takes no time; give costs above 0")
     shortest = min(durations)
     exact = all(abs(d / shortest - round(d / shortest)) < 1e-6 for d in durations)
-    unit = shortest if exact else shortest / 2
-    return unit if width is None else max(unit, simulation.span * 1.0 / width)
+    return max(shortest if exact else shortest / 2, simulation.span / (width or _MOST_COLUMNS))
 
 
 def _label(simulation: Simulation, rank: int, action: ActionBase) -> str:

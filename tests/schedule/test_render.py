@@ -62,6 +62,8 @@ def test_the_command_explains_a_refusal(capsys: pytest.CaptureFixture[str]) -> N
     assert "the names are gpipe" in capsys.readouterr().err
     assert main(["dualpipev", "--ranks", "4", "--microbatches", "7"]) == 2
     assert "num_microbatches=7" in capsys.readouterr().err
+    assert main(["gpipe", "--costs", "0,0,0"]) == 2
+    assert "nothing to draw" in capsys.readouterr().err
     assert main([]) == 2
     assert "--compare" in capsys.readouterr().err
 
