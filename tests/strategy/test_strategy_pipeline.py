@@ -8,6 +8,9 @@ import pytest
 import torch
 from strategy_cases import fit, largest_difference, make_loader, pipeline
 
+from d9d_lightning import D9DStrategy
+from d9d_lightning.schedule import ZeroBubbleVPipelineProgramBuilder
+from d9d_lightning.strategy.programs import schedule_names
 from d9d_lightning.testing import run_distributed
 
 
@@ -58,3 +61,32 @@ def test_a_pipeline_of_two_equals_one_device(tmp_path, schedule, accumulate):
             torch.testing.assert_close(
                 saved["optimizer_states"][0]["state"][identifier][key], value, rtol=1e-4, atol=1e-6
             )
+
+
+def losses_of_every_schedule(names: list[str]) -> dict[str, list[float]]:
+    return {name: fit(D9DStrategy(schedule=name), devices=2, max_epochs=1)[2].losses for name in names}
+
+
+def test_every_schedule_trains_with_default_arguments():
+    """Each registered schedule, with everything left to ``"auto"``, gives one device's losses on both ranks."""
+    names = list(schedule_names())
+    first, second = run_distributed(losses_of_every_schedule, 2, (names,), init_group=False, timeout=240.0)
+    _, _, one = fit("auto", max_epochs=1)
+    for name in names:
+        assert first[name] == second[name], name
+        assert first[name] == pytest.approx(one.losses, abs=2e-6), name
+
+
+class Builder(ZeroBubbleVPipelineProgramBuilder):
+    """A builder of the user's own."""
+
+
+def losses_of_own_builder() -> list[float]:
+    return fit(D9DStrategy(schedule=Builder(), num_microbatches=4), devices=2, max_epochs=1)[2].losses
+
+
+def test_a_builder_of_ones_own_trains():
+    """``D9DStrategy(schedule=MyBuilder())`` runs what the builder composes."""
+    _, _, one = fit("auto", max_epochs=1)
+    for losses in run_distributed(losses_of_own_builder, 2, init_group=False):
+        assert losses == pytest.approx(one.losses, abs=2e-6)
