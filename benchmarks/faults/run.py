@@ -1,0 +1,165 @@
+"""Each fault under each schedule, then random ones: how long until the last rank has gone, and what was shown first.
+
+Run ``python -m benchmarks.faults.run --write`` from the root of the repository; see README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.job import Fault, train
+from benchmarks.faults.ranks import Ending, run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+SCHEDULES = ("zbv", "1f1b", "gpipe")
+HANG_LIMIT_S = 5.0
+GOAL_S = 10.0
+FAULTS = (
+    Fault("raise", "loss"),
+    Fault("raise", "forward", block=1),
+    Fault("raise", "backward", block=1),
+    Fault("raise", "hook", 0),
+    Fault("raise", "hook", 1),
+    Fault("raise", "loader", 1),
+    Fault("raise", "callback", 0),
+    Fault("kill", "forward", block=1),
+    Fault("kill", "callback", 0),
+    Fault("exit", "callback", 1),
+    Fault("stop", "hook", 0),
+    Fault("stop", "hook", 1),
+    Fault("interrupt", "step", 1),
+    Fault("terminate", "step", 1),
+    Fault("hang", "forward", block=1),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one fault came to."""
+
+    fault: Fault
+    schedule: str
+    endings: Sequence[Ending]
+
+    @property
+    def struck(self) -> bool:
+        """Whether the chosen place was reached at all."""
+        return any(ending.exit_code != 0 for ending in self.endings)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a rank had to be killed from outside."""
+        return any(ending.exit_code is None for ending in self.endings)
+
+    @property
+    def seconds(self) -> float:
+        """From the fault until the last rank has exited."""
+        return max(ending.seconds for ending in self.endings)
+
+    @property
+    def true_first(self) -> bool:
+        """Whether the first error that each rank shows is the true one, and some rank shows it."""
+        shown = [ending.first_error for ending in self.endings if ending.first_error]
+        told = self.fault.told
+        return not shown if not told else bool(shown) and all(told in line for line in shown)
+
+    @property
+    def left_behind(self) -> int:
+        """Processes that were still there afterwards."""
+        return sum(ending.left_behind for ending in self.endings)
+
+    @property
+    def fine(self) -> bool:
+        """Whether everything that is promised was kept."""
+        limit = GOAL_S if self.fault.kind not in ("hang", "stop") else HANG_LIMIT_S + GOAL_S
+        return not self.hung and self.true_first and self.seconds < limit and not self.left_behind
+
+    def row(self) -> str:
+        """A line of the table."""
+        codes = ", ".join("hung" if ending.exit_code is None else str(ending.exit_code) for ending in self.endings)
+        told = ("yes" if self.true_first else "NO") if self.fault.told else "none is shown"
+        return f"| {self.fault.name} | {self.schedule} | {self.seconds:.1f} | {codes} | {told} |"
+
+
+def inject(fault: Fault, schedule: str, ranks: int = 2) -> Result:
+    """Run one job with one fault."""
+    timeout = HANG_LIMIT_S if fault.kind == "hang" else 60.0
+    endings = run_ranks(train, ranks, fault, schedule=schedule, ranks=ranks, timeout=timeout, limit_s=90.0)
+    return Result(fault, schedule, endings)
+
+
+def show(result: Result) -> None:
+    """Say what came of a fault, and everything about it where it went wrong."""
+    print(result.row(), flush=True)
+    if result.struck and not result.fine:
+        for rank, ending in enumerate(result.endings):
+            print(f"---- rank {rank}:\n{ending.text}", file=sys.stderr, flush=True)
+
+
+def summarize(results: Sequence[Result]) -> list[str]:
+    """Sentences about the random faults."""
+    struck = [result for result in results if result.struck]
+    kinds = Counter(result.fault.kind for result in struck)
+    waits = ("stop", "hang")
+    quick = [result.seconds for result in struck if result.fault.kind not in waits]
+    slow = [result.seconds for result in struck if result.fault.kind in waits]
+    return [
+        f"{len(results)} random faults (place, kind, rank, batch and schedule drawn; seed in the script's arguments): "
+        f"{len(struck)} struck ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}), the others "
+        "had drawn a place that their rank never reaches, and trained to the end.",
+        f"Hangs: {sum(result.hung for result in struck)}. "
+        f"True error first: {sum(result.true_first for result in struck)} of {len(struck)}. "
+        f"Processes left behind: {sum(result.left_behind for result in results)}.",
+        f"Longest time until the last rank had gone: {max(quick, default=0.0):.1f} s; with a stopped or hanging rank "
+        f"{max(slow, default=0.0):.1f} s (limits of 5 s included).",
+    ]
+
+
+def write_page(table: Sequence[Result], random_faults: Sequence[Result]) -> None:
+    """Put the results into the documentation, between the markers."""
+    lines = [
+        "| fault | schedule | seconds until the last rank has gone | exit codes, rank 0 first | true error first |",
+        "|---|---|---|---|---|",
+        *[result.row() for result in table],
+        "",
+        *[line for sentence in summarize(random_faults) for line in (sentence, "")],
+    ]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines).rstrip() + f"\n{END}{after}")
+
+
+def main() -> int:
+    """Run what the arguments ask for; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--random", type=int, default=100, help="number of random faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
+    parser.add_argument("--no-table", action="store_true", help="random faults only")
+    parser.add_argument("--write", action="store_true", help=f"write the results into {PAGE.name}")
+    chosen = parser.parse_args()
+    table = [] if chosen.no_table else [(fault, schedule) for fault in FAULTS for schedule in SCHEDULES]
+    results = []
+    for fault, schedule in table:
+        results.append(inject(fault, schedule))
+        show(results[-1])
+    generator = random.Random(chosen.seed)
+    drawn = []
+    for _ in range(chosen.random):
+        fault = Fault.draw(generator, ranks=2, batches=5)
+        drawn.append(inject(fault, generator.choice(SCHEDULES)))
+        show(drawn[-1])
+    print("\n".join(summarize(drawn)))
+    if chosen.write:
+        write_page(results, drawn)
+    return int(not all(result.fine for result in [*results, *drawn] if result.struck))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
