@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,9 @@ from d9d_lightning.runtime.watch import FailureWatch, WatchLimits
 from d9d_lightning.runtime.watch_store import SharedStore
 from d9d_lightning.runtime.whereabouts import Doing
 from d9d_lightning.strategy.options import StrategyOptions
-from d9d_lightning.strategy.world import World
+from d9d_lightning.strategy.world import World, next_number
 
 __all__ = ["RunWatch", "started_by_us"]
-
-_RUNS = itertools.count()
 
 
 def started_by_us(environment: ClusterEnvironment | None) -> bool:
@@ -49,7 +46,7 @@ class RunWatch:
             cast(SharedStore, dist.distributed_c10d._get_default_store()),
             dist.get_rank(),
             world.axes.world,
-            run=next(_RUNS),
+            run=next_number(world, "watch"),
             limits=WatchLimits(action=options.timeout.total_seconds()),
             follow_parent=started_by_us(environment),
         )

@@ -17,6 +17,7 @@ from d9d_lightning.errors import PipelineConfigurationError
 __all__ = ["StrategyOptions", "check_options"]
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
+LONGEST_TIMEOUT_S = 365 * 86400.0
 GRADIENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,8 +55,13 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _is_text(value: object, *allowed: str) -> bool:
+    # arrays and tensors compare element by element, so the type is looked at first
+    return isinstance(value, str) and value in allowed
+
+
 def _check_count(name: str, value: object, *, auto: bool, example: str) -> None:
-    if _is_count(value) or (auto and value == "auto"):
+    if _is_count(value) or (auto and _is_text(value, "auto")):
         return
     raise _refuse(name, value, 'a whole number of at least 1 or "auto"' if auto else "a whole number >= 1", example)
 
@@ -63,7 +69,8 @@ def _check_count(name: str, value: object, *, auto: bool, example: str) -> None:
 def _check_names(name: str, value: Sequence[str] | None, example: str) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+    # a set has another order in every process, and an iterator can be read only once
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise _refuse(name, value, "a list of names", example)
     return tuple(value)
 
@@ -89,8 +96,8 @@ def _check_schedule(schedule: object) -> None:
 
 
 def _check_dtype(value: object) -> torch.dtype | None:
-    if value is None or value in GRADIENT_DTYPES.values():
-        return value  # type: ignore[return-value]
+    if value is None or (isinstance(value, torch.dtype) and value in GRADIENT_DTYPES.values()):
+        return value
     if isinstance(value, str) and value in GRADIENT_DTYPES:
         return GRADIENT_DTYPES[value]
     raise _refuse("gradient_dtype", value, f"None, a torch dtype, or one of {sorted(GRADIENT_DTYPES)}", '"float32"')
@@ -99,13 +106,13 @@ def _check_dtype(value: object) -> torch.dtype | None:
 def _check_timeout(value: object) -> timedelta:
     if isinstance(value, timedelta) and value.total_seconds() > 0:
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < LONGEST_TIMEOUT_S:
         return timedelta(seconds=float(value))
-    raise _refuse("timeout", value, "a positive timedelta or number of seconds", "1800")
+    raise _refuse("timeout", value, "a positive timedelta or number of seconds (less than a year)", "1800")
 
 
 def _check_start_method(value: object) -> str:
-    if value not in START_METHODS:
+    if not _is_text(value, *START_METHODS):
         raise _refuse("start_method", value, f"one of {', '.join(START_METHODS)}", '"popen"')
     return str(value)
 
@@ -119,13 +126,13 @@ def check_options(given: dict[str, Any]) -> StrategyOptions:
     _check_schedule(given["schedule"])
     _check_count("pipeline_parallel_size", given["pipeline_parallel_size"], auto=True, example='"auto"')
     _check_count("data_parallel_size", given["data_parallel_size"], auto=False, example="1")
-    if given["tensor_parallel_size"] != 1 or isinstance(given["tensor_parallel_size"], bool):
+    if not _is_count(given["tensor_parallel_size"]) or given["tensor_parallel_size"] != 1:
         raise _refuse("tensor_parallel_size", given["tensor_parallel_size"], "1 (the axis is reserved)", "1")
     _check_count("num_microbatches", given["num_microbatches"], auto=True, example='"auto"')
     for flag in ("save_distributed_checkpoint", "broadcast_batches"):
         _check_flag(flag, given[flag])
     size = given["bucket_size_mb"]
-    if not isinstance(size, (int, float)) or isinstance(size, bool) or size <= 0:
+    if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
         raise _refuse("bucket_size_mb", size, "a positive number of megabytes", "25")
     backend = given["process_group_backend"]
     if backend is not None and not isinstance(backend, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
@@ -55,11 +54,9 @@ from d9d_lightning.strategy.sharded import write_sharded
 from d9d_lightning.strategy.signals import StopSignals
 from d9d_lightning.strategy.training import TrainingSteps
 from d9d_lightning.strategy.whole import whole_module
-from d9d_lightning.strategy.world import World
+from d9d_lightning.strategy.world import World, next_number
 
 __all__ = ["Run"]
-
-_RUNS = itertools.count()
 
 
 class Run:
@@ -97,7 +94,7 @@ class Run:
             trainer, module, is_first=not any(astuple(world.position)), is_split=world.axes.pipeline > 1
         )
         self._signals = StopSignals(trainer, world.groups.world_control if world.groups is not None else None)
-        self.meeting = Meeting(world.axes.world, f"run{next(_RUNS)}")
+        self.meeting = Meeting(world.axes.world, f"run{next_number(world, 'run')}")
         self._optimizers: dict[int, OwnedOptimizer] = {}
         self._placed: PlacedModule | None = None
         self._shared: Sequence[SharedGroup] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from d9d_lightning.strategy.groups import StrategyGroups, create_groups
 from d9d_lightning.strategy.mesh import AXIS_NAMES, AxisSizes, Position, process_of_rank, rank_of_process, resolve_axes
 from d9d_lightning.strategy.options import StrategyOptions
 
-__all__ = ["World", "join_world", "leave_world"]
+__all__ = ["World", "join_world", "leave_world", "next_number"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ def join_world(
     mesh = init_device_mesh(device.type, (axes.pipeline, axes.data, axes.tensor), mesh_dim_names=AXIS_NAMES)
     groups = create_groups(axes, rank, backend, options.timeout) if size > 1 else None
     return World(axes, axes.position(rank), mesh, groups, is_temporary=fresh and size == 1)
+
+
+def next_number(world: World, kind: str) -> int:
+    """A number that rises by one with every call and is equal on all ranks that call equally often.
+
+    It is counted in the store of the process group, because processes need not be equally old.
+    """
+    if world.axes.world == 1:
+        return 0
+    store: Any = dist.distributed_c10d._get_default_store()
+    return int(store.add(f"d9d_number/{kind}/{dist.get_rank()}", 1))
 
 
 def leave_world(world: World | None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
+from strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 from torch.nn import functional as F
 
 from d9d_lightning import D9DStrategy
@@ -189,3 +189,17 @@ def test_a_second_fit_goes_on_counting_steps():
         trainer.fit(module, make_loader())
         steps.append(trainer.global_step)
     assert steps[0] == steps[1] == 8
+
+
+def test_explain_shows_stages_without_starting_anything():
+    """Units, ranks, sizes, boundaries and the bubble are shown for any number of ranks, and the module is as before."""
+    module = Classifier()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    text = D9DStrategy(schedule="1f1b", num_microbatches=3).explain(module, make_data().tensors, ranks=3)
+    lines = text.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == [f"stage {n} on rank {n}" for n in range(3)]
+    assert "net.0" in lines[0]
+    assert "net.4" in lines[2]
+    assert lines[3].startswith("3 microbatches of 8, predicted bubble")
+    assert largest_difference(before, module.state_dict()) == 0
+    assert not torch.distributed.is_initialized()
