@@ -45,12 +45,12 @@ class Ending:
         return next((line.strip() for line in self.text.splitlines() if _ERROR_LINE.match(line)), "")
 
 
-def run_ranks(job: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 40.0, **kwargs: Any) -> list[Ending]:
+def run_ranks(job: Callable[..., Any], count: int, /, *args: Any, limit_s: float = 40.0, **kwargs: Any) -> list[Ending]:
     """Run ``job(*args, **kwargs)`` on every rank.
 
     Args:
         job: A function of a module.
-        ranks: Number of processes.
+        count: Number of ranks.
         args: Its positional arguments.
         limit_s: Ranks that still run then are killed.
         kwargs: Its keyword arguments.
@@ -60,11 +60,11 @@ def run_ranks(job: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    base = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    base = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     with tempfile.TemporaryDirectory(prefix="d9d-faults-") as folder:
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(count)]
         processes = []
-        for rank in range(ranks):
+        for rank in range(count):
             environment = {name: str(value) for name, value in (base | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             process = context.Process(target=_play, args=(environment, str(logs[rank]), job, args, kwargs))
             process.start()

@@ -141,8 +141,8 @@ def build_program(
 
 
 def _require_at_least_one(num_microbatches: int, pp_size: int) -> None:
-    if num_microbatches < 1 or pp_size < 1:
+    if not all(isinstance(number, int) and number >= 1 for number in (num_microbatches, pp_size)):
         raise ScheduleError(
-            f"a program needs at least 1 microbatch and 1 rank, got num_microbatches={num_microbatches} and "
-            f"pp_size={pp_size}"
+            f"a program needs whole numbers, at least 1 microbatch and 1 rank, got "
+            f"num_microbatches={num_microbatches!r} and pp_size={pp_size!r}"
         )
