@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import _disable_current_modes
 
-from d9d_lightning.errors import PartitionError
+from d9d_lightning.partition.differentiation import no_differentiation
 from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
+from d9d_lightning.partition.flops import FlopCounter
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placeholder import Placeholder, cured_afterwards, is_placeholder
 from d9d_lightning.partition.provenance import Provenance, Source
 from d9d_lightning.partition.shapes import Geometry, cheap_random_numbers
 from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
-from d9d_lightning.partition.user_code import describe_user_line
 from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
 
 __all__ = ["Exchange", "ObservedCall", "TraceDepth", "trace_step"]
@@ -66,6 +65,14 @@ Exchange = Callable[[str, Callable[[], ObservedCall]], tuple[ObservedCall, bool]
 """Lockstep: given a unit and how to run it, the observed call, and whether it ran on this process."""
 
 
+Position = Callable[[Iterable[str], str, int], None]
+"""Sets global generators, of the kinds given, to a position of the step: after which unit, and after which call."""
+
+
+def _leave_generators(kinds: Iterable[str], unit: str, number: int) -> None:
+    """No rule for random numbers."""
+
+
 def trace_step(
     root: nn.Module,
     interceptor: Interceptor,
@@ -78,6 +85,7 @@ def trace_step(
     silenced: Sequence[nn.Module] = (),
     keep_plain_state: bool = False,
     device: torch.device | None = None,
+    position: Position | None = None,
 ) -> Trace:
     """Run the step once and record it. Afterwards everything is as it was before.
 
@@ -92,12 +100,13 @@ def trace_step(
         silenced: Modules whose attributes need no restoring.
         device: Where parameters that have no memory yet will live.
         keep_plain_state: Leave state that holds no tensor as the run left it.
+        position: Sets the global random generators as a replay does, so that glue which draws goes the same way.
 
     Raises:
         PlaceholderReadError: At depth SHAPES, the step reads the value of an activation.
         Exception: Whatever the step itself raises.
     """
-    tracer = _Tracer(root, interceptor, depth, exchange)
+    tracer = _Tracer(root, interceptor, depth, exchange, position or _leave_generators)
     snapshot = ModuleSnapshot(root, silenced)
     keep: list[str] = []
     try:
@@ -108,9 +117,8 @@ def trace_step(
             with (
                 interceptor.installed(),
                 torch.compiler.set_stance("force_eager"),
-                cheap_random_numbers(),
                 interceptor.policy(tracer),
-                _no_differentiation(interceptor, tracer),
+                no_differentiation(interceptor, tracer),
             ):
                 tracer.run(lambda: step(*inputs[0], **inputs[1]))
             trace = tracer.finish(snapshot)
@@ -163,55 +171,22 @@ def _traced_parameters(
             module._parameters[name] = held
 
 
-@contextlib.contextmanager
-def _no_differentiation(interceptor: Interceptor, tracer: _Tracer) -> Iterator[None]:
-    """Refuse ``torch.autograd.grad`` and ``backward`` in glue: the graph behind a value ends at its stage."""
-    originals = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
-
-    def guard(name: str) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            if interceptor.is_inside(tracer):
-                return originals[name](*args, **kwargs)
-            raise PartitionError(
-                f"{describe_user_line()} calls torch.autograd.{name} between units. The graph behind a value ends "
-                "where its stage ends, so a step cannot differentiate through several units. Expected: the "
-                "differentiated part inside one unit; name it with units=[...] in D9DStrategy, or use one process."
-            )
-
-        return guarded
-
-    try:
-        for name in originals:
-            setattr(torch.autograd, name, guard(name))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.autograd, name, original)
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Sums torch's own formulas over the operators of one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
 class _Tracer:
     """The policy of a trace: run every unit, follow the glue between them."""
 
-    def __init__(self, root: nn.Module, interceptor: Interceptor, depth: TraceDepth, exchange: Exchange | None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        interceptor: Interceptor,
+        depth: TraceDepth,
+        exchange: Exchange | None,
+        position: Position,
+    ) -> None:
         self._root = root
         self._interceptor = interceptor
         self._depth = depth
         self._exchange = exchange
+        self._position = position
         self._provenance = Provenance()
         self._calls: list[UnitCall] = []
         self._numbers: dict[str, int] = {}
@@ -234,6 +209,8 @@ class _Tracer:
             self._provenance.watch(tensor, ("state", name))
 
     def run(self, step: Callable[[], Any]) -> None:
+        self._position(("torch", "python", "numpy"), "", 0)
+        self._random_at_entry = RandomState()
         with self._provenance:
             result = step()
         self._tail |= self._provenance.sources(result)
@@ -264,6 +241,8 @@ class _Tracer:
             with _disable_current_modes():
                 result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__, []))
         self._calls.append(self._record(unit, needs, observed))
+        if observed.draws:
+            self._position(observed.draws, unit, self._calls[-1].number)
         return result[0]
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,7 +264,7 @@ class _Tracer:
         with _disable_current_modes():
             watch = Observation(module, (args, kwargs), _version_of)
             before = RandomState()
-            with HookRecorder(module) as hooks, _FlopCounter() as flops:
+            with HookRecorder(module) as hooks, FlopCounter() as flops, cheap_random_numbers():
                 result = self._interceptor.run_inside(original, args, kwargs)
             effects, tensors = watch.finish(result, hooks)
             memory, given = self._shared_memory(tensors, (args, kwargs), own)
