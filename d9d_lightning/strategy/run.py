@@ -29,6 +29,7 @@ from d9d_lightning.strategy.assembly import (
 )
 from d9d_lightning.strategy.callbacks import CallbackAdapters
 from d9d_lightning.strategy.clip import bind_clipping
+from d9d_lightning.strategy.disagreement import compare_setups, describe_setup
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
 from d9d_lightning.strategy.failures import RunWatch
@@ -145,6 +146,10 @@ class Run:
         """Give this rank its part of the module and of the optimizers; collective the first time."""
         refuse_optimizers(self._module, optimizers)
         known = self.is_placed
+        if not known:
+            groups = self._world.groups
+            setup = describe_setup(self._options, self._module, optimizers)
+            compare_setups(setup, groups.world_control if groups is not None else None)
         for optimizer in optimizers:
             self._optimizers[id(optimizer)] = OwnedOptimizer(optimizer, self._module)
         self._placed = place_module(

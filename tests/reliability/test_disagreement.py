@@ -1,0 +1,83 @@
+"""Ranks that were not started alike, or are given different things, are told so before they can hurt."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from d9d_lightning import D9DStrategy
+from d9d_lightning.testing import collect_outcomes
+
+LIMIT_S = 30.0
+
+
+class Small(L.LightningModule):
+    """A few layers; rank 1 may have others."""
+
+    def __init__(self, width: int = 8, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0][:, : self.layers[0].in_features]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(what: str) -> None:
+    """Train on two processes; the second one differs in ``what``."""
+    rank = int(os.environ["RANK"])
+    L.seed_everything(3, verbose=False)
+    odd = rank == 1
+    if odd and what == "torchmetrics":
+        version = metadata.version
+        metadata.version = lambda name: "0.0.1" if name == "torchmetrics" else version(name)
+    module = Small(width=6 if odd and what == "width" else 8, layers=5 if odd and what == "layers" else 4)
+    seed = 1 if odd and what == "batches" else 0
+    data = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        strategy=D9DStrategy(
+            "gpipe" if odd and what == "schedule" else "1f1b",
+            num_microbatches=4 if odd and what == "microbatches" else 2,
+        ),
+    )
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=6 if odd and what == "batch size" else 4))
+
+
+TOLD = {
+    "width": "parameters and buffers",
+    "layers": "parameters and buffers",
+    "torchmetrics": "torchmetrics: rank 0 has",
+    "schedule": "D9DStrategy(schedule): rank 0 has 1f1b, rank 1 has gpipe",
+    "microbatches": "D9DStrategy(num_microbatches): rank 0 has 2, rank 1 has 4",
+    "batches": "different batches",
+    "batch size": "different batches",
+}
+
+
+QUICK = ("width", "microbatches", "batches")
+
+
+@pytest.mark.parametrize(
+    "what", [what if what in QUICK else pytest.param(what, marks=pytest.mark.full) for what in TOLD]
+)
+def test_ranks_that_differ_are_told_in_what(what: str) -> None:
+    """Another module, argument, package version, batch or batch size on one rank raises on both, by name."""
+    outcomes = collect_outcomes(fit, 2, (what,), init_group=False, timeout=LIMIT_S, fresh=True)
+    assert all(outcome.error is not None for outcome in outcomes), outcomes
+    assert all(TOLD[what] in str(outcome.error) for outcome in outcomes), [outcome.error for outcome in outcomes]
