@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,7 +38,7 @@ from d9d_lightning.strategy.keys import KeyAgreement
 from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
-from d9d_lightning.strategy.meeting import Meeting
+from d9d_lightning.strategy.meeting import Meeting, MissingRanksError
 from d9d_lightning.strategy.metrics import bind_metrics
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.outside import Around, OutsideCalls
@@ -58,6 +58,8 @@ from d9d_lightning.strategy.whole import whole_module
 from d9d_lightning.strategy.world import World, next_number
 
 __all__ = ["Run"]
+
+INTERRUPTED_WAIT_SECONDS = 5.0
 
 
 class Run:
@@ -264,6 +266,26 @@ class Run:
                     checkpoint[key], self._module, self.placed.ownership, self._messenger.is_source
                 )
         self._callbacks.complete(checkpoint, [one.group_names for one in self._optimizers.values()])
+
+    def meet_for_checkpoint(self, path: Any) -> bool:
+        """Whether all ranks are there to save; after a failure only those are that failed together.
+
+        Raises:
+            MissingRanksError: Without a failure, some ranks do not call it.
+        """
+        what = "Trainer.save_checkpoint"
+        if not self._trainer.interrupted:
+            self.meeting.attend(what)
+            return True
+        try:
+            self.meeting.attend(what, seconds=INTERRUPTED_WAIT_SECONDS)
+        except MissingRanksError:
+            rank_zero_warn(
+                f"no checkpoint was written to {path}: the run has failed on this rank, and the parameters of the "
+                "other ranks cannot be had any more. The last checkpoint is still there."
+            )
+            return False
+        return True
 
     def gather(self, checkpoint: MutableMapping[str, Any], path: Any) -> None:
         """Bring the parts of this pipeline to its first process; collective."""

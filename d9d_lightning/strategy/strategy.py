@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -279,7 +279,8 @@ class D9DStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
-        if self._collectives is not None:
+        interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        if self._collectives is not None and not interrupted:
             self._collectives.barrier()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -299,13 +300,8 @@ class D9DStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one plain Lightning file with the parts of all ranks; collective."""
         run = self._running
-        if self._collectives is not None and self._collectives.closed and self._joined.axes.world > 1:
-            rank_zero_warn(
-                f"no checkpoint was written to {filepath}: the run has failed, and the parameters of the other ranks "
-                "cannot be had any more. The last checkpoint is still there."
-            )
+        if not run.meet_for_checkpoint(filepath):
             return
-        run.meeting.attend("Trainer.save_checkpoint")
         paths = [filepath] if self._collectives is None else self._collectives.gather_objects(filepath)
         if any(path != paths[0] for path in paths):
             # the batch size finder, for one, makes up a name on every rank

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from strategy_cases import Classifier, fit, pipeline
 
 from d9d_lightning.testing import collect_outcomes
@@ -78,3 +83,29 @@ def test_a_rank_that_fails_alone_takes_the_other_with_it(kind, message):
     assert all(outcome.stack is None for outcome in outcomes), "a rank hung"
     assert all(outcome.failed for outcome in outcomes)
     assert message in told(outcomes[0])
+
+
+class Terminated(Classifier):
+    """Rank 1 is asked to stop in the middle of a batch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_one(folder: str) -> tuple[int, list[str]]:
+    keep = ModelCheckpoint(folder, save_on_exception=True, every_n_epochs=100)
+    trainers: list = []
+    watch = LambdaCallback(setup=lambda trainer, module, stage: trainers.append(trainer))
+    with pytest.raises(SIGTERMException):
+        fit(pipeline(), Terminated, devices=2, max_epochs=5, callbacks=[keep, watch], enable_checkpointing=True)
+    return trainers[0].global_step, sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+def test_a_stop_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    """SIGTERM to one rank ends all of them before the same batch, and they save together."""
+    outcomes = collect_outcomes(stop_one, 2, (str(tmp_path),), init_group=False, timeout=60.0, fresh=True)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert [outcome.value[0] for outcome in outcomes] == [3, 3]
+    (saved,) = tmp_path.glob("*.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == 3
