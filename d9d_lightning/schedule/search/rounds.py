@@ -16,9 +16,14 @@ __all__ = ["propose_rounds"]
 
 
 def propose_rounds(problem: OrderProblem) -> Iterator[WeaveOrder]:
-    """Whole orders of the eight combinations of the paper's three choices; one stage per rank only."""
+    """Whole orders of the eight combinations of the paper's three choices, and two with a shorter warm-up.
+
+    One stage per rank only.
+    """
     for overshoot, skip, eager in itertools.product((False, True), repeat=3):
         yield _Rounds(problem, overshoot, skip, eager).build()
+    for eager in (False, True):
+        yield _Rounds(problem, False, False, eager, two_per_rank=True).build()
 
 
 class _Rounds:
@@ -29,10 +34,14 @@ class _Rounds:
         overshoot: A forward may end after the first input gradient has arrived.
         skip: A rank that is ahead of the next one may leave out a forward to avoid a delay.
         eager: A weight gradient may always delay an input.
+        two_per_rank: At most two forwards ahead for each rank that follows, and one.
     """
 
-    def __init__(self, problem: OrderProblem, overshoot: bool, skip: bool, eager: bool) -> None:
+    def __init__(
+        self, problem: OrderProblem, overshoot: bool, skip: bool, eager: bool, two_per_rank: bool = False
+    ) -> None:
         self.problem, self.overshoot, self.skip, self.eager = problem, overshoot, skip, eager
+        self.two_per_rank = two_per_rank
         self.ranks, self.count = problem.num_ranks, problem.num_microbatches
         self.time = (problem.costs.times[0], problem.costs.times[2], problem.costs.times[3])
         self.size = problem.costs.activation
@@ -74,6 +83,8 @@ class _Rounds:
                     break
                 clock += forward
                 extra[rank] += 1
+            if self.two_per_rank:
+                extra[rank] = min(extra[rank], 2 * (self.ranks - 1 - rank) + 1)
             reached = max(arrival, clock) + self.time[1][rank]
         for rank in range(1, self.ranks):
             extra[rank] = min(extra[rank], max(0, extra[rank - 1] - 1))
