@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from d9d_lightning.strategy.norms import grad_norm
     from d9d_lightning.strategy.strategy import D9DStrategy
 
-__all__ = ["D9DStrategy"]
+__all__ = ["D9DStrategy", "grad_norm"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from d9d_lightning.strategy.strategy import D9DStrategy
 
         return D9DStrategy
-    raise AttributeError(f"module 'd9d_lightning.strategy' has no attribute {name!r}; it has D9DStrategy")
+    if name == "grad_norm":
+        from d9d_lightning.strategy.norms import grad_norm
+
+        return grad_norm
+    raise AttributeError(f"module 'd9d_lightning.strategy' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -17,6 +17,7 @@ from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.strategy.compat import is_overridden
 from d9d_lightning.strategy.logbook import LogBook
 from d9d_lightning.strategy.messages import Messenger
+from d9d_lightning.strategy.norms import warn_of_local_norms
 from d9d_lightning.strategy.outside import Around, run_around
 
 __all__ = ["LOGGING_HOOKS", "HookWrappers"]
@@ -122,6 +123,7 @@ class HookWrappers:
             with book.capture(trainer, owner=messenger.is_source) as records:
                 result = None if skip else hook(*args, **kwargs)
             logged, owned = messenger.share(lambda: (records, result if owner_only else None))
+            warn_of_local_norms(module, logged)
             book.replay(trainer, module, logged)
             return owned if owner_only else result
 

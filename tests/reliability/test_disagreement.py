@@ -70,7 +70,7 @@ TOLD = {
 }
 
 
-QUICK = ("width", "microbatches", "batches")
+QUICK = ("width", "batches")
 
 
 @pytest.mark.parametrize(
