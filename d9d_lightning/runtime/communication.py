@@ -1,8 +1,8 @@
 """Point-to-point operations of one stage in one direction: the only place that builds them.
 
 A :class:`StageCommunicationHandler` knows what its stage receives and sends, checks every tensor against that before
-it leaves, and owns the buffers that tensors arrive in. It starts nothing and waits for nothing: it hands out
-operations, in one order that both ends derive from the names, and the transport runs them.
+it leaves, and owns the buffers that tensors arrive in. It starts nothing and waits for nothing: it says
+what is to be moved, in one order that both ends derive from the names, and the transport moves it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from d9d_lightning.stage.descriptors import (
 if TYPE_CHECKING:
     from d9d_lightning.values import ValueSpec
 
-__all__ = ["StageCommunicationHandler"]
+__all__ = ["StageCommunicationHandler", "Wire"]
+
+Wire = tuple[torch.Tensor, int]
+"""A contiguous tensor to send or to receive into, and the rank of the peer in the group."""
 
 # NCCL has no message type for the other ones; their bytes travel instead.
 _PLAIN_DTYPES = frozenset(
@@ -92,6 +95,8 @@ class StageCommunicationHandler:
         self._outputs = {
             key: self._describe_output(output_stage_index, output_args[key]) for key in sorted(output_args)
         }
+        self._received = {key: entry for key, entry in self._inputs.items() if isinstance(entry, ReceiveStageInput)}
+        self._expected = {key: entry for key, entry in self._outputs.items() if isinstance(entry, SendStageOutput)}
         for neighbour in (input_stage_index, output_stage_index):
             if neighbour is not None and neighbour not in self._stage_to_rank:
                 raise PipelineTransferError(
@@ -115,6 +120,14 @@ class StageCommunicationHandler:
         return self._outputs
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that the messages go through."""
+        group = dist.group.WORLD if self._group is None else self._group
+        if group is None:
+            raise PipelineTransferError(f"{self}: there is no process group; call init_process_group() first")
+        return group
+
+    @property
     def waiting_microbatches(self) -> tuple[int, ...]:
         """Microbatches whose buffers exist: received or handed over, and not yet taken."""
         return tuple(sorted(self._buffers))
@@ -136,25 +149,40 @@ class StageCommunicationHandler:
             One operation for each input that has elements, sorted by name. None where the pipeline starts.
 
         Raises:
+            PipelineTransferError: As :meth:`create_receives`.
+        """
+        wires = self.create_receives(microbatch_index)
+        return [dist.P2POp(dist.irecv, wire, group=self._group, group_peer=peer) for wire, peer in wires]
+
+    def create_receives(self, microbatch_index: int) -> list[Wire]:
+        """Allocates buffers for the inputs of a microbatch, and says what is to be received into them from whom.
+
+        Args:
+            microbatch_index: The microbatch.
+
+        Returns:
+            A contiguous tensor and the rank of its sender in the group, for each input that has elements, sorted by
+            name.
+
+        Raises:
             PipelineTransferError: There is no such microbatch, it is being received already, or its sender is on this
                 very rank.
         """
         self._check_microbatch(microbatch_index)
-        received = {key: entry for key, entry in self._inputs.items() if isinstance(entry, ReceiveStageInput)}
-        if not received:
+        if not self._received:
             return []
         if microbatch_index in self._buffers:
             raise PipelineTransferError(
                 f"{self}: microbatch {microbatch_index} is received twice; take it with get_inputs() first"
             )
-        buffers = {key: entry.meta.allocate(self._wire_device) for key, entry in received.items()}
-        operations = []
-        for key, entry in received.items():
+        buffers = {key: entry.meta.allocate(self._wire_device) for key, entry in self._received.items()}
+        wires = []
+        for key, entry in self._received.items():
             wire = _wire_form(entry.meta.in_memory_order(buffers[key]))
             if wire.numel() > 0:
-                operations.append(dist.P2POp(dist.irecv, wire, self._peer_of(entry.from_stage), self._group))
+                wires.append((wire, self._peer_of(entry.from_stage)))
         self._buffers[microbatch_index] = buffers
-        return operations
+        return wires
 
     def create_send_ops(self, outputs: Mapping[str, torch.Tensor]) -> list[dist.P2POp]:
         """Builds the operations that send the outputs of a microbatch.
@@ -166,28 +194,46 @@ class StageCommunicationHandler:
             One operation for each expected output that has elements, sorted by name. None where the pipeline ends.
 
         Raises:
+            PipelineTransferNameError: As :meth:`create_sends`.
+            PipelineTransferError: As :meth:`create_sends`.
+        """
+        wires = self.create_sends(outputs)
+        return [dist.P2POp(dist.isend, wire, group=self._group, group_peer=peer) for wire, peer in wires]
+
+    def create_sends(self, outputs: Mapping[str, torch.Tensor]) -> list[Wire]:
+        """Says what is to be sent to whom for the outputs of a microbatch.
+
+        Args:
+            outputs: Tensors by name. Those that the next stage does not expect are ignored.
+
+        Returns:
+            A contiguous tensor and the rank of its receiver in the group, for each expected output that has elements,
+            sorted by name.
+
+        Raises:
             PipelineTransferNameError: An expected output is missing.
             PipelineTransferError: The dtype or shape of an output is not what the receiver expects, or the receiver is
                 on this very rank.
         """
-        expected = {key: entry for key, entry in self._outputs.items() if isinstance(entry, SendStageOutput)}
-        missing = [key for key in expected if key not in outputs]
+        missing = [key for key in self._expected if key not in outputs]
         if missing:
-            to_stage = expected[missing[0]].to_stage
+            to_stage = self._expected[missing[0]].to_stage
             raise PipelineTransferNameError(
-                f"{self}: stage {to_stage} expects {list(expected)}, but stage {self._stage_index} gave "
+                f"{self}: stage {to_stage} expects {list(self._expected)}, but stage {self._stage_index} gave "
                 f"{sorted(outputs)}; missing: {missing}"
             )
-        operations = []
-        for key, entry in expected.items():
-            self._check_tensor(key, entry.meta, outputs[key], f"stage {entry.to_stage}")
-            value = outputs[key].detach()
+        wires = []
+        for key, entry in self._expected.items():
+            value = outputs[key]
+            self._check_tensor(key, entry.meta, value, entry.to_stage)
+            if value.requires_grad:
+                value = value.detach()
             if value.device != self._wire_device:
                 value = value.to(self._wire_device)
             wire = _wire_form(entry.meta.in_memory_order(value))
             if wire.numel() > 0:
-                operations.append(dist.P2POp(dist.isend, wire, self._peer_of(entry.to_stage), self._group))
-        return operations
+                wires.append((wire, self._peer_of(entry.to_stage)))
+        return wires
 
     def set_inputs_local(self, inputs: Mapping[str, torch.Tensor], microbatch_index: int) -> None:
         """Hands over inputs from a stage of the same rank. They alias the given tensors, without their history.
@@ -212,7 +258,7 @@ class StageCommunicationHandler:
             entry = self._inputs[key]
             if isinstance(entry, StartStageInput):
                 raise self._no_sender(f"input {key!r} cannot be handed over")
-            self._check_tensor(key, entry.meta, tensor, f"stage {self._stage_index}")
+            self._check_tensor(key, entry.meta, tensor, self._stage_index)
             handed[key] = tensor.detach()
         self._buffers.setdefault(microbatch_index, {}).update(handed)
 
@@ -230,8 +276,8 @@ class StageCommunicationHandler:
             PipelineTransferError: The pipeline starts here.
         """
         self._check_microbatch(microbatch_index)
-        started = [key for key, entry in self._inputs.items() if isinstance(entry, StartStageInput)]
-        if started:
+        if len(self._received) < len(self._inputs):
+            started = [key for key in self._inputs if key not in self._received]
             raise self._no_sender(f"inputs {started} are taken from the batch")
         buffers = self._buffers.get(microbatch_index, {})
         missing = [key for key in self._inputs if key not in buffers]
@@ -259,11 +305,12 @@ class StageCommunicationHandler:
         return EndStageOutput() if stage is None else SendStageOutput(stage, TensorMeta.of(described))
 
     def _as_leaf(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        entry = self._inputs[key]
-        if not isinstance(entry, ReceiveStageInput):
-            return tensor
-        wanted = entry.meta.requires_grad if self._requires_grad is None else self._requires_grad
-        return tensor.to(self._device_of(entry.meta, tensor)).requires_grad_(wanted and entry.meta.can_require_grad)
+        meta = self._received[key].meta
+        device = self._device_of(meta, tensor)
+        if tensor.device != device:
+            tensor = tensor.to(device)
+        wanted = meta.requires_grad if self._requires_grad is None else self._requires_grad
+        return tensor.requires_grad_(wanted and meta.can_require_grad)
 
     def _device_of(self, meta: TensorMeta, received: torch.Tensor) -> torch.device:
         if meta.device_type is None or (self._device is not None and self._device.type == meta.device_type):
@@ -285,13 +332,13 @@ class StageCommunicationHandler:
         return peer
 
     def _find_peer(self, stage: int) -> int:
-        group = dist.group.WORLD if self._group is None else self._group
+        """Rank of a stage in the group."""
         rank = self._stage_to_rank[stage]
-        if group is None or rank == dist.get_rank(group):
+        if rank == dist.get_rank(self.group):
             raise PipelineTransferError(
                 f"{self}: stage {stage} is on this very rank ({rank}); hand over with set_inputs_local() instead"
             )
-        return dist.get_global_rank(group, rank)
+        return rank
 
     def _check_microbatch(self, microbatch_index: int) -> None:
         if not 0 <= microbatch_index < self._num_microbatches:
@@ -299,10 +346,10 @@ class StageCommunicationHandler:
                 f"{self}: microbatch {microbatch_index} does not exist; expected 0 to {self._num_microbatches - 1}"
             )
 
-    def _check_tensor(self, key: str, meta: TensorMeta, tensor: torch.Tensor, receiver: str) -> None:
+    def _check_tensor(self, key: str, meta: TensorMeta, tensor: torch.Tensor, receiver: int) -> None:
         mismatch = meta.mismatch(tensor)
         if mismatch is not None:
-            raise PipelineTransferError(f"{self}: {key!r} for {receiver} {mismatch}; nothing was sent")
+            raise PipelineTransferError(f"{self}: {key!r} for stage {receiver} {mismatch}; nothing was sent")
 
     def _no_sender(self, what: str) -> PipelineTransferError:
         return PipelineTransferError(f"{self}: {what}, since the pipeline starts at stage {self._stage_index}")

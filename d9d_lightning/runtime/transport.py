@@ -7,6 +7,7 @@ was sent long ago.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 
@@ -63,15 +64,15 @@ class ProcessTransport:
 
     # ---- forward ---------------------------------------------------------------------------------------------------
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
-        handler = self._handler("fwd", stage, microbatch)
-        self._start_send(handler.create_send_ops({v.name: t for v, t in values.items() if t is not None}))
+        message = {value.name: tensor for value, tensor in values.items() if tensor is not None}
+        self._start_send(self._handler("fwd", stage, microbatch), message)
 
     def post_forward(self, stage: int, microbatch: int) -> None:
         self._start_receive("fwd", stage, microbatch)
 
     def take_forward(self, stage: int, microbatch: int) -> dict[ValueId, Tensor]:
         arrived = self._finish_receive("fwd", stage, microbatch)
-        return {ValueId.parse(name): tensor.detach() for name, tensor in arrived.items()}
+        return {_parse(name): tensor for name, tensor in arrived.items()}
 
     # ---- backward --------------------------------------------------------------------------------------------------
     def send_backward(self, stage: int, microbatch: int, gradients: Values) -> None:
@@ -90,7 +91,7 @@ class ProcessTransport:
                 f"stage {stage} sends gradients for other values than before (None: {pattern}, was "
                 f"{self._patterns[edge]})"
             )
-        self._start_send(self._handler("bwd", stage, microbatch, first).create_send_ops(message))
+        self._start_send(self._handler("bwd", stage, microbatch, first), message)
 
     def post_backward(self, stage: int, microbatch: int) -> None:
         edge = (stage + 1, self._plans[microbatch].digest)
@@ -106,7 +107,7 @@ class ProcessTransport:
             self._received_patterns[edge] = tuple(bool(flag) for flag in flags.tolist())
         pattern = self._received_patterns.get(edge, ())
         return {
-            ValueId.parse(name): None if none else tensor
+            _parse(name): None if none else tensor
             for (name, tensor), none in zip(sorted(arrived.items()), pattern, strict=bool(arrived))
         }
 
@@ -124,27 +125,33 @@ class ProcessTransport:
         self._received_patterns.clear()
         self._announced.clear()
 
-    def _start_send(self, operations: list[dist.P2POp]) -> None:
-        if not operations:
+    def _start_send(self, handler: StageCommunicationHandler, message: Mapping[str, Tensor]) -> None:
+        if self._batched:
+            operations = handler.create_send_ops(message)
+            works = list(dist.batch_isend_irecv(operations)) if operations else []
+        else:
+            send = handler.group.send
+            works = [send([wire], peer, 0) for wire, peer in handler.create_sends(message)]
+        if not works:
             return
-        self._sending.append(self._start(operations))
+        self._sending.append(works)
         if len(self._sending) > _QUEUE_DEPTH:
             _wait(self._sending.popleft())
 
     def _start_receive(self, direction: str, stage: int, microbatch: int, with_flags: bool = False) -> None:
         handler = self._handler(direction, stage, microbatch, with_flags)
-        works = self._start(handler.create_receive_ops(microbatch))
+        if self._batched:
+            operations = handler.create_receive_ops(microbatch)
+            works = list(dist.batch_isend_irecv(operations)) if operations else []
+        else:
+            receive = handler.group.recv
+            works = [receive([wire], peer, 0) for wire, peer in handler.create_receives(microbatch)]
         self._receiving[direction, stage, microbatch] = (handler, works)
 
     def _finish_receive(self, direction: str, stage: int, microbatch: int) -> dict[str, Tensor]:
         handler, works = self._receiving.pop((direction, stage, microbatch))
         _wait(works)
         return handler.get_inputs(microbatch) if handler.inputs else {}
-
-    def _start(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        if self._batched and operations:
-            return list(dist.batch_isend_irecv(operations))
-        return [work for op in operations if (work := op.op(op.tensor, group=op.group, **_peer(op))) is not None]
 
     def _handler(
         self, direction: str, stage: int, microbatch: int, with_flags: bool = False
@@ -160,7 +167,7 @@ class ProcessTransport:
 
     def _make_forward(self, plan: Plan, stage: int) -> StageCommunicationHandler:
         boundary = plan.boundaries[stage]
-        return StageCommunicationHandler(
+        handler = StageCommunicationHandler(
             "fwd",
             stage,
             _MANY,
@@ -172,6 +179,8 @@ class ProcessTransport:
             self._groups.forward,
             self._device,
         )
+        handler.set_input_requires_grad_(False)  # the stage makes leaves of what arrives
+        return handler
 
     def _make_backward(self, plan: Plan, stage: int, with_flags: bool) -> StageCommunicationHandler:
         boundary = plan.boundaries[stage]
@@ -204,13 +213,13 @@ def _gradient_specs(plan: Plan, values: tuple[ValueId, ...], with_flags: bool) -
     return specs
 
 
-def _peer(operation: dist.P2POp) -> dict[str, int]:
-    name = "group_dst" if operation.op is dist.isend else "group_src"
-    return {name: operation.group_peer}
-
-
 def _zeros(spec: ValueSpec) -> Tensor:
     return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+
+
+@functools.cache
+def _parse(name: str) -> ValueId:
+    return ValueId.parse(name)
 
 
 def _wait(works: list[dist.Work]) -> None:

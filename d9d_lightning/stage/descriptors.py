@@ -71,7 +71,7 @@ class TensorMeta:
         """How a tensor differs from what was agreed on; None when it fits."""
         if tensor.dtype != self.dtype:
             return f"has dtype {tensor.dtype}, expected {self.dtype}"
-        if tuple(tensor.shape) != self.shape:
+        if tensor.shape != self.shape:
             return f"has shape {tuple(tensor.shape)}, expected {self.shape}"
         return None
 

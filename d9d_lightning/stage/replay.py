@@ -30,6 +30,8 @@ __all__ = ["Replay", "ReplayResult", "StepCall"]
 
 StepCall = Callable[[Microbatch], Any]
 
+_NO_STATE = contextlib.nullcontext()
+
 
 @dataclass(slots=True)
 class ReplayResult:
@@ -75,8 +77,10 @@ class Replay:
         random_state = RandomState() if draws else None
         private = _private_microbatch(microbatch, self.script.plan.trace.overwritten_inputs)
         try:
-            with self._own_state(policy), self._interceptor.policy(policy):
-                set_position(draws, microbatch.seed)
+            changing = self.world is not None or self._foreign
+            with self._own_state(policy) if changing else _NO_STATE, self._interceptor.policy(policy):
+                if draws:
+                    set_position(draws, microbatch.seed)
                 policy.run(step, private)
         finally:
             if random_state is not None:
@@ -103,6 +107,8 @@ def _find_foreign_parameters(
 ) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
     """Parameters that glue writes into, held by this process for another stage: here the write must not happen."""
     written = script.plan.trace.written_parameters
+    if not written:
+        return []
     names = {name for name in written if script.stage not in script.plan.shared.get(name, (_home(script, name),))}
     found = []
     wanted = {id(root.get_parameter(name)): name for name in names}

@@ -17,6 +17,9 @@ __all__ = ["Described", "Signature", "describe_batch"]
 
 Signature = tuple[Any, ...]
 
+_PLAIN_DEPTH = 4
+"""Containers nested deeper, perhaps in themselves, are left to :func:`flatten`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
@@ -62,6 +65,31 @@ def describe_batch(
 def _describe(microbatch: Microbatch, context: tuple[Any, ...]) -> Described:
     args = microbatch.args[:1] + microbatch.args[2:]  # the number of the batch decides nothing by itself
     kwargs = {name: value for name, value in microbatch.kwargs.items() if name != "batch_idx"}
-    template, tensors = flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    key = _key_of((args, kwargs), tensors, {}, 0)
     shapes = tuple([(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors])
-    return Described(microbatch, (*context, constant_key(template), shapes), tuple(tensors))
+    return Described(microbatch, (*context, key, shapes), tuple(tensors))
+
+
+def _key_of(value: Any, tensors: list[Tensor], positions: dict[int, int], depth: int) -> Any:
+    """What :func:`constant_key` says of a value's template; the containers that most batches are need no template."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return _position_of(value, tensors, positions)
+    if value is None or kind is int or kind is bool:
+        return (value,)
+    if depth < _PLAIN_DEPTH:
+        if kind is tuple:
+            return ("sequence", (), tuple([_key_of(item, tensors, positions, depth + 1) for item in value]))
+        if kind is dict:
+            items = tuple([_key_of(item, tensors, positions, depth + 1) for item in value.values()])
+            return ("dict", tuple(value), items)
+    template, found = flatten(value)
+    return (constant_key(template), tuple([_position_of(tensor, tensors, positions) for tensor in found]))
+
+
+def _position_of(tensor: Tensor, tensors: list[Tensor], positions: dict[int, int]) -> int:
+    position = positions.setdefault(id(tensor), len(tensors))
+    if position == len(tensors):
+        tensors.append(tensor)
+    return position

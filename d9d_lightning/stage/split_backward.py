@@ -97,8 +97,11 @@ def full_backward(
     try:
         for tensor in inputs:
             tensor.grad = None
-        # no inputs= here: reentrant checkpointing refuses it
-        torch.autograd.backward([root for root, _ in live], [gradient.clone() for _, gradient in live])
+        # no inputs here: reentrant checkpointing refuses them; and the public function would check all shapes again
+        gradients = tuple([gradient.clone() for _, gradient in live])
+        _engine_run_backward(
+            tuple([root for root, _ in live]), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         return [tensor.grad for tensor in inputs]
     finally:
         for tensor, gradient in kept.values():

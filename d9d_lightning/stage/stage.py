@@ -95,11 +95,7 @@ class PipelineStage:
         if value not in made:
             return received[value]
         tensor, spec = made[value], plan.spec(value)
-        if (
-            tuple(tensor.shape) != spec.shape
-            or tensor.dtype != spec.dtype
-            or tensor.requires_grad != spec.requires_grad
-        ):
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
             call = plan.trace.calls[value.call]
             raise UnplannedCallError(
                 f"unit {call.unit!r} made a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, "
