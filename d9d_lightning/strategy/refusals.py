@@ -15,7 +15,7 @@ from d9d_lightning.strategy.compat import TrainerFn, is_overridden, is_param_in_
 __all__ = ["refuse_module", "refuse_optimizers"]
 
 
-def refuse_module(module: LightningModule, trainer: Trainer, pipeline_size: int) -> None:
+def refuse_module(module: LightningModule, trainer: Trainer) -> None:
     """Refuse what the strategy knows it cannot do with this module and trainer.
 
     Raises:
@@ -45,11 +45,11 @@ def refuse_module(module: LightningModule, trainer: Trainer, pipeline_size: int)
                 "StochasticWeightAveraging runs extra passes over the whole module, which no rank of a pipeline has. "
                 "Type lightning.pytorch.callbacks.EMAWeightAveraging() instead."
             )
-    _refuse_backward(module, pipeline_size)
+    _refuse_backward(module)
 
 
-def _refuse_backward(module: LightningModule, pipeline_size: int) -> None:
-    if pipeline_size > 1 and is_overridden("backward", module):
+def _refuse_backward(module: LightningModule) -> None:
+    if is_overridden("backward", module):
         raise PipelineConfigurationError(
             f"{type(module).__name__} overrides backward(), but a pipeline runs one backward per stage and microbatch "
             "and cannot call it. Move what it does to on_before_backward or on_after_backward."

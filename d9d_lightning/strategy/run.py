@@ -104,7 +104,7 @@ class Run:
         self._reduction: GradientReduction | None = None
         self._training: TrainingSteps | None = None
         self._evaluation: EvaluationSteps | None = None
-        refuse_module(module, trainer, world.axes.pipeline)
+        refuse_module(module, trainer)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Run:
             agree_on_values(self._module, self._placed.ownership, self._world, shared)
         for owned_optimizer in self._optimizers.values():
             owned_optimizer.prune(self.owned)
-        self._placed.engine.release()
+        self._placed.engine.release(agreed_seed(self._messenger), values_follow=bool(self._trainer.ckpt_path))
         if not known:
             self._tell()
         self._shared = shared

@@ -27,6 +27,7 @@ from d9d_lightning.strategy.files import read_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
 from d9d_lightning.strategy.placement import known_placement
+from d9d_lightning.strategy.refusals import refuse_module
 from d9d_lightning.strategy.run import Run
 from d9d_lightning.strategy.sharded import is_sharded, read_sharded
 from d9d_lightning.strategy.world import World, join_world, leave_world
@@ -170,6 +171,8 @@ class D9DStrategy(ParallelStrategy):
         environment = self.cluster_environment
         if environment is None:
             raise PipelineError("the trainer gave no cluster environment; pass the strategy to a Trainer")
+        if self.lightning_module is not None:
+            refuse_module(self.lightning_module, self.lightning_module.trainer)
         self._world = join_world(self.options, environment, self.root_device, self._world)
         self._collectives = Collectives(self._world, self.root_device)
         if self._world.axes.world > 1:
@@ -227,7 +230,8 @@ class D9DStrategy(ParallelStrategy):
         """Move the whole module, before it is placed; what other ranks own is given up afterwards."""
         module = self.lightning_module
         if module is not None and not self._running.is_placed:
-            module.to(self.root_device)
+            # what was built on the meta device gets memory later, and only where it is owned
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 

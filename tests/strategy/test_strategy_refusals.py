@@ -98,9 +98,17 @@ class Pulls(Classifier):
         return next(dataloader_iter)
 
 
+class OwnBackward(Classifier):
+    """Differentiates by hand."""
+
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
+        (OwnBackward, "on_after_backward"),
         (Manual, "automatic_optimization"),
         (Several, "optimizers|automatic"),
         (LineSearch, "LBFGS"),
