@@ -18,6 +18,7 @@ from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import flatten
 from d9d_lightning.partition.trace import Exchange, TraceDepth, trace_step
 from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
+from d9d_lightning.stage.randomness import set_position
 from d9d_lightning.stage.replay import StepCall
 from d9d_lightning.stage.signature import Described, Signature, describe_batch
 from d9d_lightning.values import Microbatch, Placement, Plan, Trace, UnitCall
@@ -136,6 +137,7 @@ class Planner:
             silenced=self._silenced,
             keep_plain_state=keep_plain_state,
             device=self._device,
+            position=lambda kinds, unit, number: set_position(kinds, microbatch.seed, unit, number),
         )
 
     def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:

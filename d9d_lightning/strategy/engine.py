@@ -37,7 +37,7 @@ class Engine(Protocol):
     def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Placement:
         """Decide which stage every unit lives on."""
 
-    def release(self) -> None:
+    def release(self, seed: int = 0, values_follow: bool = False) -> None:
         """Replace what other ranks own by placeholders."""
 
     def run(

@@ -6,13 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from d9d_lightning.testing.pipeline import LocalPipeline, LocalRun
     from d9d_lightning.testing.processes import RankOutcome, collect_outcomes, distributed, run_distributed
+    from d9d_lightning.testing.schedules import ScheduleReport, check_schedule
 
-__all__ = ["RankOutcome", "collect_outcomes", "distributed", "run_distributed"]
+__all__ = [
+    "LocalPipeline",
+    "LocalRun",
+    "RankOutcome",
+    "ScheduleReport",
+    "check_schedule",
+    "collect_outcomes",
+    "distributed",
+    "run_distributed",
+]
 
 # One line per public name: the file that defines it.
 _LAZY = {
+    "LocalPipeline": "pipeline",
+    "LocalRun": "pipeline",
     "RankOutcome": "processes",
+    "ScheduleReport": "schedules",
+    "check_schedule": "schedules",
     "collect_outcomes": "processes",
     "distributed": "processes",
     "run_distributed": "processes",
