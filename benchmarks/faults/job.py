@@ -68,7 +68,7 @@ class Fault:
             "stop": "was stopped (SIGSTOP)",
             "interrupt": "KeyboardInterrupt",
             "terminate": "",
-            "hang": "no end after",
+            "hang": "meanwhile rank",
         }[self.kind]
 
     def strike(self) -> None:

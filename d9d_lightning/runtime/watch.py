@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from d9d_lightning.errors import RankFailedError
 from d9d_lightning.runtime.watch_exit import leave_process, wait_for_others
@@ -45,6 +46,7 @@ class FailureWatch:
         limits: How long to wait for what.
         follow_parent: Leave when the parent process is gone. For processes that the strategy has started; not for those
             that a shell or ``nohup`` has.
+        idle: Anything whose text tells the others what this process does between actions.
         on_dead: Called with the first error instead of ending the process (for tests).
     """
 
@@ -57,17 +59,18 @@ class FailureWatch:
         run: int = 0,
         limits: WatchLimits | None = None,
         follow_parent: bool = False,
+        idle: object = "",
         on_dead: Callable[[FailureReport], None] | None = None,
     ) -> None:
         self._rank = rank
         self._limits = limits or WatchLimits()
-        self._local = LocalState(parent=os.getppid() if follow_parent else None)
+        self._local = LocalState(parent=os.getppid() if follow_parent else None, idle=idle)
         self._exchange = StoreExchange(
             store,
             f"d9d_failure_watch/{run}",
             rank,
             world_size,
-            self._local.describe_action,
+            self._local.describe_for_others,
             poll_s=self._limits.poll,
             beat_s=self._limits.beat,
         )
@@ -115,6 +118,10 @@ class FailureWatch:
         report = FailureReport.from_error(error, self._rank, where, fatal or lost_peer)
         self._own_error = self._own_error or error
         if lost_peer:
+            # Such an error says nothing of the rank that did not come, so that goes on top.
+            others = self._judge.describe_others()
+            message = f"waited in vain for another rank; {others}; {report.message}\n{report.traceback}"
+            report = replace(report, message=message.rstrip(), traceback="")
             self._local.suspicion = (report, time.monotonic())
             self._closing.wait(self._limits.lost_peer_grace + _STORE_CALL_S)
         else:

@@ -52,6 +52,7 @@ class LocalState:
 
     Attributes:
         action: The action under way and when it began; None between actions.
+        idle: Anything whose text tells what the process does between actions.
         progress: Number of actions finished.
         handled: An error of the run was raised in this process.
         suspicion: An error that only says that a peer is gone, and when it was seen.
@@ -59,6 +60,7 @@ class LocalState:
     """
 
     action: tuple[object, float] | None = None
+    idle: object = ""
     progress: int = 0
     handled: bool = False
     suspicion: tuple[FailureReport, float] | None = None
@@ -68,6 +70,10 @@ class LocalState:
         """The action as text, and its age in seconds."""
         action = self.action
         return (str(action[0]), time.monotonic() - action[1]) if action is not None else ("", 0.0)
+
+    def describe_for_others(self) -> tuple[str, float]:
+        """The same for a heartbeat: between actions, what else the process does."""
+        return (str(self.idle), 0.0) if self.action is None else self.describe_action()
 
 
 class WatchJudge:
@@ -185,10 +191,14 @@ class WatchJudge:
         action = self._local.action
         if action is None or self._waited(action[1], now) <= self._limits.action:
             return None
-        others = "; ".join(
-            f"rank {rank}: {beat.action or 'no action'} for {beat.seconds:.0f} s"
-            for rank, beat in sorted(self._exchange.beats.items())
-        )
         limit = self._limits.action
-        message = f"no end after {limit:g} s (raise `timeout` if that is normal); meanwhile {others or 'no other rank'}"
+        message = f"no end after {limit:g} s (raise `timeout` if that is normal); {self.describe_others()}"
         return self._find(self._rank, str(action[0]), message)
+
+    def describe_others(self) -> str:
+        """What the other ranks were doing when they were last heard."""
+        others = [
+            f"rank {rank}: {beat.action or 'no action'}" + (f" for {beat.seconds:.0f} s" if beat.seconds else "")
+            for rank, beat in sorted(self._exchange.beats.items())
+        ]
+        return f"meanwhile {'; '.join(others) or 'no other rank was heard'}"

@@ -7,6 +7,7 @@ asks: the watch of a rank that hangs, or the report of an error.
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
-__all__ = ["Doing", "place_of_failure", "unit_among"]
+__all__ = ["Doing", "Outside", "place_of_failure", "unit_among"]
 
 _PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = (_PACKAGE, "<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 def unit_among(frames: Iterable[FrameType]) -> str:
@@ -51,6 +53,25 @@ class Doing:
         frame = sys._current_frames().get(self.thread)
         frames = [one for one, _ in traceback.walk_stack(frame)] if frame is not None else []
         return _join(self.action, unit_among(reversed(frames)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A thread between two actions; its text names the line of the user's code that it is in, if any.
+
+    Attributes:
+        thread: Identifier of the thread.
+    """
+
+    thread: int = field(default_factory=threading.get_ident)
+
+    def __str__(self) -> str:
+        frame = sys._current_frames().get(self.thread)
+        for one, line in traceback.walk_stack(frame) if frame is not None else ():
+            code = one.f_code
+            if not code.co_filename.startswith(_NOT_THE_USERS):
+                return f"outside of any action, in {code.co_name} ({code.co_filename}:{line})"
+        return "outside of any action"
 
 
 def _frames_of(trace: TracebackType | None) -> Iterator[FrameType]:

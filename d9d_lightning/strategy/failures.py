@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from d9d_lightning.runtime.watch import FailureWatch, WatchLimits
 from d9d_lightning.runtime.watch_store import SharedStore
-from d9d_lightning.runtime.whereabouts import Doing
+from d9d_lightning.runtime.whereabouts import Doing, Outside
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.world import World, next_number
 
@@ -49,6 +49,7 @@ class RunWatch:
             run=next_number(world, "watch"),
             limits=WatchLimits(action=options.timeout.total_seconds()),
             follow_parent=started_by_us(environment),
+            idle=Outside(),
         )
         self._watch.start()
 

@@ -73,6 +73,15 @@ def test_a_rank_that_was_stopped_is_named_and_ended() -> None:
     assert "rank 1 failed first" in first.first_error and "was stopped (SIGSTOP)" in first.first_error
 
 
+@pytest.mark.full
+def test_a_callback_that_never_returns_is_named_with_its_line() -> None:
+    """A rank that hangs in the user's own code outside of a step is named with file, line and function."""
+    for ending in end(Fault("hang", "callback", 1), timeout=4.0):
+        assert ending.exit_code == 1
+        assert "meanwhile rank 1: outside of any action, in strike" in ending.first_error, ending.text
+        assert "job.py" in ending.first_error
+
+
 def test_a_unit_that_never_returns_is_named_with_its_action() -> None:
     """A rank that hangs inside a unit is named with its action and unit once ``timeout`` is over."""
     endings = end(Fault("hang", "forward", block=1), timeout=2.0)

@@ -78,7 +78,8 @@ def test_lost_connection_without_a_cause_is_reported_itself(tmp_path: Path) -> N
     """Where nothing better turns up, the connection error ends all ranks."""
     for ending in run_ranks(["lose peer", "wait"], tmp_path):
         assert ending.exit_code == 1
-        assert "rank 0 failed first in RECV_F 1F0: RuntimeError: [pair.cc:547] Connection closed" in ending.text
+        assert "rank 0 failed first in RECV_F 1F0: waited in vain for another rank; meanwhile rank 1:" in ending.text
+        assert "RuntimeError: [pair.cc:547] Connection closed" in ending.text
 
 
 def test_action_that_never_ends_is_named_with_what_the_others_do(tmp_path: Path) -> None:
