@@ -5,16 +5,18 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from d9d_lightning import D9DStrategy
+from d9d_lightning.schedule.__main__ import main as schedule_command
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("index.md", "migrating.md", "options.md", "reliability.md")
+PAGES = ("index.md", "migrating.md", "options.md", "reliability.md", "troubleshooting.md")
 DOCTESTS = ("refused.md",)
 # Tested beside the code that they are about: tests/runtime, tests/schedule, tests/test_public_names.py.
 ELSEWHERE = ("batches.md", "from_d9d.md", "schedules.md")
@@ -51,6 +53,25 @@ def test_the_sessions_of_a_page_give_what_is_printed_there(page: str) -> None:
     result = doctest.testfile(str(DOCS / page), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0
+
+
+def test_the_printed_output_of_a_command_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a page shows a command of ``d9d_lightning.schedule`` with its output, the command gives that output."""
+    shown = re.findall(
+        r"```bash\npython -m d9d_lightning\.schedule (.*?)\n```\n\n```text\n(.*?)```", _all_pages(), re.DOTALL
+    )
+    assert shown
+    for arguments, output in shown:
+        assert schedule_command(shlex.split(arguments)) == 0
+        assert _without_padding(capsys.readouterr().out) == _without_padding(output)
+
+
+def _all_pages() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
+
+
+def _without_padding(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def test_no_page_with_code_is_left_out() -> None:

@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from two_replicas import (
+
+from d9d_lightning.errors import GradientSyncError
+from d9d_lightning.gradients import GradientSynchronizer
+from d9d_lightning.testing import distributed
+from tests.gradients.two_replicas import (
     STEPS,
     assert_same_gradients,
     batches,
@@ -14,10 +18,6 @@ from two_replicas import (
     reference_backward,
     start,
 )
-
-from d9d_lightning.errors import GradientSyncError
-from d9d_lightning.gradients import GradientSynchronizer
-from d9d_lightning.testing import distributed
 
 
 @distributed(ranks=2)

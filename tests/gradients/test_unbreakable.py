@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from two_replicas import (
+
+from d9d_lightning.gradients import GradientSynchronizer
+from d9d_lightning.testing import distributed
+from tests.gradients.two_replicas import (
     STEPS,
     assert_same_gradients,
     assert_same_parameters,
@@ -13,9 +16,6 @@ from two_replicas import (
     reference_backward,
     start,
 )
-
-from d9d_lightning.gradients import GradientSynchronizer
-from d9d_lightning.testing import distributed
 
 
 def zero_by_optimizer_to_none(synchronizer, optimizer, net) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from published import ARXIV, ICLR, Row
 
 from d9d_lightning.schedule import Costs, build_program, simulate
+from tests.schedule.published import ARXIV, ICLR, Row
 
 # Clocking 32 ranks x 256 microbatches takes seconds; the large rows run with the exhaustive grid.
 ROWS = [(row, scale) for rows, scale in ((ICLR, 1), (ARXIV, 2)) for row in rows]

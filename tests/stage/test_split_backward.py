@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from split_backward_parity import Case, check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from d9d_lightning.stage.split_backward import split_backward
+from tests.stage.split_backward_parity import Case, check
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Parameter:

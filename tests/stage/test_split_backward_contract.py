@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from split_backward_parity import Case, check, run_way
 from torch import Tensor, nn
 
 from d9d_lightning.errors import StageGradientError
 from d9d_lightning.stage import graph, weight_pass
 from d9d_lightning.stage import split_backward as split_module
 from d9d_lightning.stage.split_backward import full_backward, split_backward
+from tests.stage.split_backward_parity import Case, check, run_way
 
 
 def mlp(width: int = 4, depth: int = 2) -> nn.Sequential:

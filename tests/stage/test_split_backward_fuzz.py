@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from split_backward_parity import WAYS, Build, Case, Outcome, assert_equal_outcomes, run_way
 from torch import Tensor
+
+from tests.stage.split_backward_parity import WAYS, Build, Case, Outcome, assert_equal_outcomes, run_way
 
 SIZE = 3
 

@@ -9,10 +9,10 @@ import lightning as L
 import numpy
 import pytest
 import torch
-from strategy_cases import QUIET, Classifier, Losses, make_data, pipeline
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from d9d_lightning.testing import collect_outcomes, run_distributed
+from tests.strategy.strategy_cases import QUIET, Classifier, Losses, make_data, pipeline
 
 
 class Augmented(Dataset):

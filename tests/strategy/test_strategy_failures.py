@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from strategy_cases import Classifier, fit, pipeline
 
 from d9d_lightning.testing import collect_outcomes
+from tests.strategy.strategy_cases import Classifier, fit, pipeline
 
 
 class BadLabelsError(ValueError):

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
-from strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 
 
 class Hooked(Classifier):

@@ -10,18 +10,18 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
 from d9d_lightning import D9DStrategy
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2]
 LONG = 300
 
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
 import lightning as L
-from strategy_cases import QUIET, Classifier, fit, make_loader, pipeline
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, make_loader, pipeline
 {body}
 """
 

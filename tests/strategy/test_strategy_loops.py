@@ -22,11 +22,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from strategy_cases import QUIET, Classifier, Losses, largest_difference, make_loader, pipeline
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import QUIET, Classifier, Losses, largest_difference, make_loader, pipeline
 
 WAYS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 2},

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 from torch.nn import functional as F
 
 from d9d_lightning import D9DStrategy
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 
 
 def numbers(metrics):

@@ -7,10 +7,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from strategy_cases import Classifier, fit, make_loader, pipeline
 
 from d9d_lightning.strategy import meeting
 from d9d_lightning.testing import collect_outcomes, run_distributed
+from tests.strategy.strategy_cases import Classifier, fit, make_loader, pipeline
 
 
 class Generates(Classifier):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_cases import fit, largest_difference, make_loader, pipeline
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.schedule import ZeroBubbleVPipelineProgramBuilder
 from d9d_lightning.strategy.programs import schedule_names
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import fit, largest_difference, make_loader, pipeline
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:

@@ -6,10 +6,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from strategy_cases import QUIET, Classifier, fit, make_loader, pipeline
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.errors import PipelineConfigurationError, PipelineError
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, make_loader, pipeline
 
 
 @pytest.mark.parametrize(

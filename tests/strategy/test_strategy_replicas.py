@@ -9,10 +9,10 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.plugins import MixedPrecision
-from strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
 from d9d_lightning.strategy.keys import DifferentKeysError
 from d9d_lightning.testing import distributed, run_distributed
+from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
 
 def fit_replicas(folder: str, accumulate: int) -> dict:

@@ -10,12 +10,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from strategy_cases import QUIET, Classifier, Losses, fit, largest_difference, make_loader, pipeline
 from torch import nn
 from torch.nn import functional as F
 
 from d9d_lightning.strategy import meeting
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import QUIET, Classifier, Losses, fit, largest_difference, make_loader, pipeline
 
 EPOCHS = 4
 
