@@ -57,9 +57,8 @@ def test_the_sessions_of_a_page_give_what_is_printed_there(page: str) -> None:
 
 def test_the_printed_output_of_a_command_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Where a page shows a command of ``d9d_lightning.schedule`` with its output, the command gives that output."""
-    shown = re.findall(
-        r"```bash\npython -m d9d_lightning\.schedule (.*?)\n```\n\n```text\n(.*?)```", _all_pages(), re.DOTALL
-    )
+    block = r"```bash\npython -m d9d_lightning\.schedule ([^\n]*)\n```\n\n```text\n(.*?)```"
+    shown = re.findall(block, _all_pages(), re.DOTALL)
     assert shown
     for arguments, output in shown:
         assert schedule_command(shlex.split(arguments)) == 0
