@@ -101,8 +101,9 @@ def report(case: str, runners: dict[str, Runner], samples: dict[str, Samples], e
         against = describe_ratio(own, other) if name.startswith("ours") and other else ""
         over = (statistics.median(own.cpu) - work_cpu) / runner.pairs * 1e6 if runner.pairs and low else None
         overhead = "" if over is None else f"{over:.0f}"
+        bound = f"{best:.3f}" if best else ""
         print(
-            f"| {name} | {gain:.3f} | {f'{best:.3f}' if best else ''} | {attained} | {own.num_quiet}/{rounds} | {against} | {overhead} "
+            f"| {name} | {gain:.3f} | {bound} | {attained} | {own.num_quiet}/{rounds} | {against} | {overhead} "
             f"| {errors[name]:.0e} |"
         )
 
