@@ -210,6 +210,7 @@ def train(
     batches: int = 6,
     callbacks: list[Any] | None = None,
     ranks: int = 2,
+    nodes: int = 1,
     **strategy: Any,
 ) -> list[float]:
     """Fit the job on this process, one of several.
@@ -219,7 +220,8 @@ def train(
         schedule: Name of the schedule.
         batches: Number of batches.
         callbacks: Further callbacks.
-        ranks: Number of processes.
+        ranks: Number of processes on this host.
+        nodes: Number of hosts.
         strategy: Further arguments of ``D9DStrategy``.
 
     Returns:
@@ -231,6 +233,7 @@ def train(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,
+        num_nodes=nodes,
         strategy=D9DStrategy(schedule, num_microbatches=4, **strategy),
         max_epochs=1,
         logger=False,
