@@ -74,8 +74,10 @@ class EvaluationSteps:
             sizes.append(microbatch.size)
 
         records: list[LogRecord] = []
+        metrics = session.back_up_metrics()
 
         def restart() -> None:
+            metrics.restore()
             for written in (outputs, sizes, records):
                 written.clear()
 

@@ -9,11 +9,14 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.plugins.precision import Precision
+from torchmetrics import Metric
 
 from d9d_lightning.strategy.compat import is_overridden, trainer_callbacks
 from d9d_lightning.strategy.engine import BatchPosition, Engine, split_batch
 from d9d_lightning.strategy.logbook import LogBook
 from d9d_lightning.strategy.messages import Messenger
+from d9d_lightning.strategy.metric_backup import MetricBackup
+from d9d_lightning.strategy.metrics import module_metrics
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.values import Microbatch
@@ -50,6 +53,7 @@ class Session:
     replicas: int
     _num_microbatches: int | None = None
     _readers: dict[str, bool] = field(default_factory=dict)
+    _metrics: list[Metric] | None = None
 
     @property
     def is_loss_owner(self) -> bool:
@@ -74,6 +78,12 @@ class Session:
     def split(self, args: tuple[Any, ...], position: BatchPosition) -> Sequence[Microbatch]:
         """Microbatches of one batch."""
         return split_batch(args, self.num_microbatches, spec=self.options.batch_spec, position=position)
+
+    def back_up_metrics(self) -> MetricBackup:
+        """States of the metrics before a batch; only the loss owner updates them."""
+        if self._metrics is None:
+            self._metrics = list(module_metrics(self.module).values()) if self.is_loss_owner else []
+        return MetricBackup(self._metrics)
 
     def position(self, loop: int, dataloader: int, batch: int) -> BatchPosition:
         """Position of a batch, for the random-number rule."""

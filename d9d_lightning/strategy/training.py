@@ -105,8 +105,10 @@ class TrainingSteps:
 
         observer = self._reduction.observer(len(microbatches), synchronize=synchronize)
         records: list[LogRecord] = []
+        metrics = session.back_up_metrics()
 
         def restart() -> None:
+            metrics.restore()
             batch.clear()
             records.clear()
             if observer is not None:
