@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="zbv", help="pipeline schedule")
     parser.add_argument("--microbatches", type=int, default=4, help="parts that a batch is cut into")
     parser.add_argument("--epochs", type=int, default=4, help="epochs of both halves together")
-    parser.add_argument("--batches", type=int, default=100, help="batches of an epoch")
+    parser.add_argument("--batches", type=int, default=200, help="batches of an epoch")
     parser.add_argument("--length", type=int, default=200, help="characters of the text written at the end")
     parser.add_argument("--accelerator", default="cpu", help="cpu, gpu or auto")
     parser.add_argument("--folder", type=Path, default=Path("lightning_logs/gpt_kjv"), help="where checkpoints go")

@@ -145,7 +145,7 @@ class EpochOrder(Sampler[int]):
 class KingJamesData(LightningDataModule):
     """4.1 million characters; the last twentieth of the text is for validation."""
 
-    def __init__(self, batch_size: int = 16, batches_per_epoch: int = 100, val_batches: int = 8) -> None:
+    def __init__(self, batch_size: int = 8, batches_per_epoch: int = 200, val_batches: int = 16) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.batches_per_epoch = batches_per_epoch
