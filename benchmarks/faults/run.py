@@ -85,6 +85,7 @@ class Result:
         """A line of the table."""
         codes = ", ".join("hung" if ending.exit_code is None else str(ending.exit_code) for ending in self.endings)
         told = ("yes" if self.true_first else "NO") if self.fault.told else "none is shown"
+        told = told if self.struck else "(did not strike)"
         return f"| {self.fault.name} | {self.schedule} | {self.seconds:.1f} | {codes} | {told} |"
 
 

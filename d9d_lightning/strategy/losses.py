@@ -136,12 +136,14 @@ class BatchLoss:
     _losses: list[Tensor] = field(default_factory=list)
     _weights: list[Tensor | float | None] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
+    _has_graph: bool = False
 
     def root(self, output: Any, size: int) -> Tensor:
         """Scalar to back-propagate for a microbatch of ``size`` samples.
 
         Raises:
-            StepOutputError: See :func:`read_step_output`; or only some microbatches gave a weight.
+            StepOutputError: See :func:`read_step_output`; or only some microbatches gave a weight, or the losses of
+                none of them can be differentiated.
         """
         part = read_step_output(output)
         if self._weights and (part.weight is None) != (self._weights[-1] is None):
@@ -151,6 +153,14 @@ class BatchLoss:
         self._losses.append(part.loss.detach())
         self._weights.append(part.weight)
         self._sizes.append(size)
+        self._has_graph |= part.loss.requires_grad
+        if sum(self._sizes) >= self.batch_size and not self._has_graph:
+            # a single microbatch without targets is no mistake; the whole batch is, on one device too
+            raise StepOutputError(
+                "training_step returned a loss that no trained parameter has a part in, so nothing would be learned. "
+                "Expected: a loss computed from the module's outputs. Look for `.detach()`, `.item()`, "
+                "`torch.no_grad()`, a module whose parameters are all frozen, or a batch without targets."
+            )
         if part.weight is None:
             return part.loss * (size / self.batch_size / self.accumulate)
         return part.loss * (part.weight / self.reference)
@@ -160,6 +170,7 @@ class BatchLoss:
         self._losses.clear()
         self._weights.clear()
         self._sizes.clear()
+        self._has_graph = False
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

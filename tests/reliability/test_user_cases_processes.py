@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning import D9DStrategy
+from d9d_lightning.errors import PipelineError
 from d9d_lightning.strategy import grad_norm
 from d9d_lightning.testing import run_distributed
 
@@ -250,3 +251,33 @@ def test_row_04_replicas_stay_equal_under_a_split_backward() -> None:
             held.setdefault(name, []).append(value)
     assert set(held) == {name for name, _ in Watched().named_parameters()}
     assert all(len(copies) == 2 and torch.equal(*copies) for copies in held.values())
+
+
+class Detached(Watched):
+    """Loses the graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class SometimesWithoutTargets(Watched):
+    """One microbatch has no targets, and so a loss without a graph; the other one has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        keep = batch[0][:, 0] > batch[0][:, 0].mean() + 100.0 * (batch[0].sum() < 0)
+        if not bool(keep.any()):
+            return torch.zeros(())
+        return F.cross_entropy(self.head(self.layers(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_loss_without_a_graph_says_so(precision: Any) -> None:
+    """A detached loss trains nothing on any device, and raises with the usual reasons instead of passing in silence."""
+    with pytest.raises(PipelineError, match=r"no trained parameter has a part in.*detach"):
+        train(build(Detached), D9DStrategy("zbv", num_microbatches=2), 1, precision=precision)
+
+
+def test_a_microbatch_without_targets_is_no_mistake() -> None:
+    """A step that returns a bare zero for some microbatches trains on the others."""
+    module = train(build(SometimesWithoutTargets), D9DStrategy("zbv", num_microbatches=4), 1)
+    assert any(not torch.equal(a, b) for a, b in zip(module.parameters(), build(Watched).parameters(), strict=True))

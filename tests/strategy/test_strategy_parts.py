@@ -110,15 +110,18 @@ def test_step_values_of_metrics_are_weighted_means():
 def test_losses_count_by_samples_or_by_weight():
     """Roots add up to the loss of the batch, divided by the accumulation; weights replace sample counts."""
     plain = BatchLoss(4, 2, 1.0)
-    roots = [plain.root(torch.tensor(1.0), 3), plain.root({"loss": torch.tensor(5.0)}, 1)]
+    roots = [
+        plain.root(torch.tensor(1.0, requires_grad=True), 3),
+        plain.root({"loss": torch.tensor(5.0, requires_grad=True)}, 1),
+    ]
     assert float(sum(roots)) == pytest.approx(2.0 / 2)
     assert float(plain.mean()) == pytest.approx(2.0)
     weighted = BatchLoss(4, 2, 1.0)
     for loss, weight, size in ((1.0, 10, 3), (4.0, torch.tensor(5), 1)):
-        weighted.root({"loss": torch.tensor(loss), "loss_weight": weight}, size)
+        weighted.root({"loss": torch.tensor(loss, requires_grad=True), "loss_weight": weight}, size)
     assert (float(weighted.mean()), weighted.weight) == (2.0, 15.0)
     with pytest.raises(StepOutputError, match="some microbatches only"):
-        weighted.root(torch.tensor(1.0), 1)
+        weighted.root(torch.tensor(1.0, requires_grad=True), 1)
 
 
 def test_a_weight_window_pools_and_rescales_by_powers_of_two():
