@@ -89,6 +89,10 @@ class FailureWatch:
         self._exchange.refresh(_STORE_CALL_S)
         self._thread.start()
 
+    def hear_others(self) -> None:
+        """Read who the others are; worth it once all have started, since a rank that was never heard is not missed."""
+        self._exchange.refresh(_STORE_CALL_S)
+
     def enter(self, action: object) -> None:
         """Note that an action begins; costs one attribute write. Its text is made only if somebody asks for it.
 

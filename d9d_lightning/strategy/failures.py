@@ -52,6 +52,10 @@ class RunWatch:
             idle=Outside(),
         )
         self._watch.start()
+        if world.groups is not None:
+            # a rank may die within the first second, and take the store along
+            dist.barrier(group=world.groups.world_control)
+            self._watch.hear_others()
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:

@@ -49,7 +49,7 @@ def test_an_exception_on_one_rank_ends_all_with_the_users_own_error_first(fault:
 
 
 GONE = [
-    Fault("kill", "forward", block=1),
+    Fault("kill", "forward", batch=0, block=1),  # within the first second of the run
     pytest.param(Fault("exit", "callback", 1), marks=pytest.mark.full),
     pytest.param(Fault("kill", "callback", 1), marks=pytest.mark.full),
     pytest.param(Fault("kill", "forward", block=3), marks=pytest.mark.full),
