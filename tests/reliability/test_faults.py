@@ -136,7 +136,7 @@ def fail_and_fit_again(place: str, rank: int | None, schedule: str, block: int) 
 AGAIN = [
     ("loss", None, "zbv", 0),
     ("forward", None, "1f1b", 1),
-    ("backward", None, "zbv", 3),
+    pytest.param("backward", None, "zbv", 3, marks=pytest.mark.full),
     pytest.param("hook", None, "gpipe", 0, marks=pytest.mark.full),
     *[
         pytest.param(place, None, schedule, block, marks=pytest.mark.full)
