@@ -140,7 +140,7 @@ AGAIN = [
     pytest.param("hook", None, "gpipe", 0, marks=pytest.mark.full),
     *[
         pytest.param(place, None, schedule, block, marks=pytest.mark.full)
-        for place, block in (("loss", 0), ("forward", 0), ("forward", 5), ("backward", 0), ("backward", 5), ("step", 0))
+        for place, block in (("loss", 0), ("forward", 0), ("forward", 5), ("backward", 1), ("backward", 5), ("step", 0))
         for schedule in ("zbv", "1f1b", "gpipe")
     ],
 ]
