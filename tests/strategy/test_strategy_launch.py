@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,8 @@ print("RESULT", trainer.global_rank, trainer.world_size, trainer.global_step, fl
 
 def results(done) -> list[str]:
     assert done.returncode == 0, done.stderr[-4000:]
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    # two processes write to one pipe: a line of one may follow that of the other without a break
+    return sorted(found.strip() for found in re.findall(r"RESULT .*?(?=RESULT|$)", done.stdout, re.MULTILINE))
 
 
 def assert_equals_one_device(path: Path) -> None:
