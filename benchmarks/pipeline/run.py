@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/pipeline/run.py --case tiny --seconds 60
 
 All runners are built first and then take turns; only ratios within a round are compared. ``--only zbv,1f1b`` keeps
-some schedules.
+some schedules. In the table *CPU* is the main thread's time on the busiest rank over its share of one process, *CPU us*
+what that is more for each (stage, microbatch), and a star marks ratios of which not all pairs are quiet.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def report(case: str, runners: dict[str, Runner], samples: dict[str, Samples], e
     print(
         "| runner | speed-up | ideal | of attainable | quiet | ours/torch [95 %] | CPU us per (stage, mb) | grad err |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, runner in runners.items():
         own = samples[name]
         label = name.partition(" ")[2]
@@ -101,10 +102,11 @@ def report(case: str, runners: dict[str, Runner], samples: dict[str, Samples], e
         against = describe_ratio(own, other) if name.startswith("ours") and other else ""
         over = (statistics.median(own.cpu) - work_cpu) / runner.pairs * 1e6 if runner.pairs and low else None
         overhead = "" if over is None else f"{over:.0f}"
+        share = statistics.median(own.cpu) / work_cpu / (2 if name == "both alone" else 1)
         bound = f"{best:.3f}" if best else ""
         print(
-            f"| {name} | {gain:.3f} | {bound} | {attained} | {own.num_quiet}/{rounds} | {against} | {overhead} "
-            f"| {errors[name]:.0e} |"
+            f"| {name} | {gain:.3f} | {bound} | {attained} | {own.num_quiet}/{rounds} | {against} | {share:.3f} "
+            f"| {overhead} | {errors[name]:.0e} |"
         )
 
 

@@ -28,6 +28,9 @@ from workload import NUM_MICROBATCHES, StagedModel, Workload, loss_of
 
 from d9d_lightning import D9DStrategy
 
+_FAMILIES = {pair.ours: pair for pair in PAIRS}
+"""The last of a name has as many stages per rank as the strategy chooses."""
+
 
 class NoStep(torch.optim.SGD):
     """Runs the closure and changes nothing."""
@@ -72,8 +75,8 @@ class TakeTurns(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._alone = one_process(self._work)
         self._others: dict[str, Runner] = {"both alone": self._alone, "DDP": data_parallel(self._work)}
-        pairs = [pair for pair in PAIRS if pair.ours == self._schedule]
-        for pair in pairs[:1]:
+        pair = _FAMILIES.get(self._schedule)
+        if pair is not None:
             if pair.torch_name is not None:
                 self._others["torch"] = torch_pipeline(self._work, pair)
             self._others["bare"] = our_pipeline(self._work, pair, make_groups())
@@ -136,7 +139,7 @@ def main() -> None:
     else:
         strategy = D9DStrategy(options.schedule, num_microbatches=NUM_MICROBATCHES, units=["model.stages.*"])
     turns = TakeTurns(work, options.schedule, options.seconds)
-    num_stages = next((pair.stages_per_rank for pair in PAIRS if pair.ours == options.schedule), 1) * 2
+    num_stages = 2 * _FAMILIES[options.schedule].stages_per_rank if options.schedule in _FAMILIES else 1
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=-1, callbacks=[turns], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
