@@ -262,7 +262,8 @@ def _refuse_read(tensor: Placeholder, what: str) -> NoReturn:
         f"another stage, where only its shape {tuple(tensor.shape)} is known. "
         "Expected: between units, a step uses shapes and tensors, not values. Keep the line after the last unit (on "
         "the stage of the loss), move it into the unit's own forward, or name both sides as one unit with "
-        "units=[...] in D9DStrategy."
+        "units=[...] in D9DStrategy. After fit, outside of any step or hook, use the module within "
+        "`with trainer.strategy.whole_module():`."
     )
 
 
