@@ -15,9 +15,9 @@ from torch import Tensor
 
 from d9d_lightning.schedule import ActionBase, ActionKind, Program
 from d9d_lightning.stage.stage import PipelineStage
-from d9d_lightning.values import Plan, ValueId
+from d9d_lightning.values import ValueId, ValueSpec
 
-__all__ = ["Monitor", "Observer", "PipelineExecutor", "Transport", "Values"]
+__all__ = ["Monitor", "Observer", "PipelineExecutor", "Transport", "Values", "blank"]
 
 Result = TypeVar("Result")
 Values = Mapping[ValueId, Tensor | None]
@@ -167,7 +167,7 @@ class PipelineExecutor:
             return
         if sent is None:
             plan = stage.plan(microbatch)
-            sent = {value: _zeros(plan, value) for value in plan.boundaries[stage.index].sends}
+            sent = {value: blank(plan.spec(value)) for value in plan.boundaries[stage.index].sends}
         box = self._forward_inbox if stage.index in self._local else self._forward_outbox
         box[(stage.index + 1, microbatch) if stage.index in self._local else key] = sent
 
@@ -208,6 +208,6 @@ class PipelineExecutor:
             return None
 
 
-def _zeros(plan: Plan, value: ValueId) -> Tensor:
-    spec = plan.spec(value)
+def blank(spec: ValueSpec) -> Tensor:
+    """What travels in the place of a value that was not computed, or of a gradient that is None."""
     return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

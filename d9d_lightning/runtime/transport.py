@@ -17,7 +17,7 @@ from torch import Tensor
 
 from d9d_lightning.errors import UnplannedCallError
 from d9d_lightning.runtime.communication import StageCommunicationHandler
-from d9d_lightning.runtime.executor import Values
+from d9d_lightning.runtime.executor import Values, blank
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.values import Plan, ValueId, ValueSpec
 
@@ -79,7 +79,7 @@ class ProcessTransport:
         plan = self._plans[microbatch]
         if not gradients:
             return
-        message = {v.name: _zeros(plan.spec(v)) if g is None else g for v, g in gradients.items()}
+        message = {v.name: blank(plan.spec(v)) if g is None else g for v, g in gradients.items()}
         pattern = tuple([gradients[value] is None for value in sorted(gradients)])
         edge = (stage, plan.digest)
         first = edge not in self._patterns
@@ -211,10 +211,6 @@ def _gradient_specs(plan: Plan, values: tuple[ValueId, ...], with_flags: bool) -
     if specs and with_flags:
         specs[_NONE_FLAGS] = ValueSpec((len(specs),), (1,), torch.uint8, "cpu", False)
     return specs
-
-
-def _zeros(spec: ValueSpec) -> Tensor:
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 @functools.cache

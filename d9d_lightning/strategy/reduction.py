@@ -120,11 +120,6 @@ class GradientReduction:
         if window.used:
             self._scale(self._window_scale(window))
 
-    def give_up(self) -> None:
-        """Drop the gradients of a failed step; collective over replicas."""
-        if self._synchronizer is not None:
-            self._synchronizer.abandon()
-
     def lower_gradients(self) -> None:
         """Give the optimizer gradients in the element type of its parameters."""
         if self._synchronizer is not None:
