@@ -119,11 +119,18 @@ class Agreement:
                 "same batch on every rank of a pipeline; check that the loader gives all ranks the same batches."
             )
 
-    def after(self, status: StepStatus) -> StepStatus:
-        """The worst status of all ranks."""
+    def after(self, status: StepStatus, news: list[Any]) -> tuple[StepStatus, list[Any]]:
+        """The worst status of all ranks, and what any of them has to tell, equal on all.
+
+        Args:
+            status: This rank's status.
+            news: What this rank has to tell; rarely anything, and a step in which nobody has sends nothing for it.
+        """
         if self._groups is None:
-            return status
-        return StepStatus(self._groups.maximum([int(status)])[0])
+            return status, news
+        worst, told = self._groups.maximum([int(status), int(bool(news))])
+        found = [item for own in self._groups.gather(news) for item in own] if told else []
+        return StepStatus(worst), found
 
     def _name(self, rank: int | None = None) -> str:
         """The process that plays a pipeline rank, by default this one, as launchers and logs number it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.materialize import materialize, needs_materializing
@@ -106,6 +107,7 @@ class Pipeline:
         self._ownership: Ownership | None = None
         self._scripts: dict[tuple[str, int, bool], StageScript] = {}
         self._lockstep_kinds: set[str] = set()
+        self._fallbacks = FallbackNews()
 
     # ---- who has what ----------------------------------------------------------------------------------------------
     @property
@@ -308,7 +310,7 @@ class Pipeline:
         executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
         with self.planner.interceptor.installed():
             executor.run(self.monitor)
-        status = self._settle(executor, fresh)
+        status = self._settle(executor, fresh, stages.values())
         if status is StepStatus.UNPLANNED:
             return None
         if names:
@@ -331,13 +333,14 @@ class Pipeline:
                 replays[id(plan)] = Replay(self.module, self.planner.interceptor, self._scripts[key], world)
         return [replays[id(plan)] for plan in plans]
 
-    def _settle(self, executor: PipelineExecutor, fresh: bool) -> StepStatus:
+    def _settle(self, executor: PipelineExecutor, fresh: bool, stages: Iterable[PipelineStage]) -> StepStatus:
         failure = executor.failure
         status = StepStatus.FINE
         if failure is not None:
             unplanned = isinstance(failure, UnplannedCallError | PlaceholderReadError) and not fresh
             status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
-        status = self._agreement.after(status)
+        status, fallbacks = self._agreement.after(status, self._fallbacks.find(stages))
+        self.planner.notes.extend(describe_fallbacks(fallbacks))
         if status is not StepStatus.FINE and self._transport is not None:
             self._transport.reset()
         if status is StepStatus.FAILED:

@@ -61,6 +61,13 @@ class PipelineStage:
         """The plan of a microbatch."""
         return self._replays[microbatch].script.plan
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the units that this stage calls in the first microbatch, in order."""
+        plan = self.plan(0)
+        called = dict.fromkeys(call.unit for call in plan.trace.calls)
+        return tuple(unit for unit in called if plan.placement.stage_of(unit) == self.index)
+
     def receives(self, microbatch: int) -> tuple[ValueId, ...]:
         """Values that the forward of a microbatch needs from the previous stage."""
         return self.plan(microbatch).boundaries[self.index].receives

@@ -100,6 +100,7 @@ class Run:
         self.meeting = Meeting(world.axes.world, f"run{next_number(world, 'run')}")
         self._optimizers: dict[int, OwnedOptimizer] = {}
         self._placed: PlacedModule | None = None
+        self._told = 0
         self._shared: Sequence[SharedGroup] = ()
         self._reduction: GradientReduction | None = None
         self._training: TrainingSteps | None = None
@@ -163,15 +164,19 @@ class Run:
         for owned_optimizer in self._optimizers.values():
             owned_optimizer.prune(self.owned)
         self._placed.engine.release(agreed_seed(self._messenger), values_follow=bool(self._trainer.ckpt_path))
-        if not known:
-            self._tell()
+        if known:
+            self._told = len(self.placed.engine.planner.notes)
+        elif self._programs.size > 1:
+            rank_zero_info(describe_run(self._module, self.placed, self._programs, self._options.num_microbatches))
+        self.tell()
         self._shared = shared
 
-    def _tell(self) -> None:
-        if self._programs.size > 1:
-            rank_zero_info(describe_run(self._module, self.placed, self._programs, self._options.num_microbatches))
-        for note in self.placed.engine.planner.notes:
+    def tell(self) -> None:
+        """Say what has turned up since the last time about how steps are traced and computed."""
+        notes = self.placed.engine.planner.notes
+        for note in notes[self._told :]:
             rank_zero_info(f"D9DStrategy: {note}")
+        self._told = len(notes)
 
     def connect(self, precision: Precision, watch: RunWatch | None = None) -> None:
         """Hang loops, logs, metrics, hooks and signals on the trainer, and the failure watch on the pipeline."""

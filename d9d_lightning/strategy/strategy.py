@@ -238,7 +238,9 @@ class D9DStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch on this rank."""
         with self._watched("training_step"):
-            return self._running.training.run((*args, *kwargs.values()), synchronize=not self._sync_blocked)
+            output = self._running.training.run((*args, *kwargs.values()), synchronize=not self._sync_blocked)
+            self._running.tell()
+            return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One validation batch on this rank."""
