@@ -104,13 +104,14 @@ def train_pipeline(
     ranks: int,
     make_optimizer: MakeOptimizer = sgd,
     accumulate: int = 1,
+    recomputed: Any = (),
     **planner: Any,
 ) -> Trained:
     """All ranks of a pipeline in this process."""
     own = copy.deepcopy(module)
     sinks = [(own, "log")] if hasattr(own, "log") else []
     result = Trained(own, [], [], [], Planner(own, sinks, **planner))
-    pipeline = LocalPipeline(own, result.planner)
+    pipeline = LocalPipeline(own, result.planner, recomputed)
     optimizer = make_optimizer([p for p in own.parameters() if p.requires_grad])
     for index, batch in enumerate(batches):
         if index % accumulate == 0:

@@ -32,6 +32,7 @@ from d9d_lightning.runtime.whereabouts import place_of_failure
 from d9d_lightning.schedule import Program
 from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
 from d9d_lightning.stage.planner import Planner
+from d9d_lightning.stage.recomputation import Recomputation, find_recomputed, matching_modules
 from d9d_lightning.stage.replay import Replay, StepCall
 from d9d_lightning.stage.script import StageScript, make_script
 from d9d_lightning.stage.stage import Finish, PipelineStage
@@ -68,6 +69,7 @@ class Pipeline:
         sinks: ``(object, method name)`` of methods that only take values out of the step.
         silenced: Modules whose state a trace need not restore (metrics).
         device: Device of this rank.
+        recomputed: Modules that run again in the backward pass; see ``matching_modules``.
 
     Attributes:
         monitor: Told which action runs.
@@ -87,6 +89,7 @@ class Pipeline:
         sinks: Sequence[tuple[Any, str]] = (),
         silenced: Sequence[nn.Module] = (),
         device: torch.device | str = "cpu",
+        recomputed: Any = None,
     ) -> None:
         if size > 1 and groups is None:
             raise PipelineError(f"a pipeline of {size} ranks needs groups; give PipelineGroups, or size=1")
@@ -104,6 +107,8 @@ class Pipeline:
         self._device = torch.device(device)
         self._transport = None if groups is None else ProcessTransport(groups, self.stage_to_rank, self._device)
         self.monitor: Monitor | None = None
+        self._recomputed = recomputed
+        self._recomputation = Recomputation({})
         self._ownership: Ownership | None = None
         self._scripts: dict[tuple[str, int, bool], StageScript] = {}
         self._lockstep_kinds: set[str] = set()
@@ -164,6 +169,9 @@ class Pipeline:
             self._ownership = find_ownership(self.module, self.planner.units, trace, placement, self.stage_to_rank)
             for described in self.planner.describe(kind, microbatches):  # while the whole module is here
                 self.planner.plan(step, described)
+            if self._recomputed is not None:
+                chosen = matching_modules(self.module, self._recomputed)
+                self._recomputation = Recomputation(find_recomputed(self.module, self.planner.units, chosen))
         except Exception as problem:
             error = problem
         self._agreement.compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
@@ -308,7 +316,7 @@ class Pipeline:
             for stage in self.own_stages
         }
         executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
-        with self.planner.interceptor.installed():
+        with self._recomputation.installed(), self.planner.interceptor.installed():
             executor.run(self.monitor)
         status = self._settle(executor, fresh, stages.values())
         if status is StepStatus.UNPLANNED:

@@ -61,6 +61,10 @@ def describe_setup(
         "classes of the optimizers": str([type(optimizer).__qualname__ for optimizer in optimizers]),
         "parameter groups": str([len(optimizer.param_groups) for optimizer in optimizers]),
     }
+    policy = options.activation_checkpointing_policy
+    # functions and policy objects show an address, which differs
+    shown = type(policy).__qualname__ if callable(policy) or hasattr(policy, "_run_policy") else policy
+    setup["D9DStrategy(activation_checkpointing_policy)"] = str(shown)
     setup |= {f"D9DStrategy({name})": repr(getattr(options, name)) for name in _COMPARED_OPTIONS}
     return setup | _describe_tensors(module)
 

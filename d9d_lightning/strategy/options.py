@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from d9d_lightning.errors import PipelineConfigurationError
 
@@ -42,6 +43,7 @@ class StrategyOptions:
     process_group_backend: str | None
     timeout: timedelta
     start_method: str
+    activation_checkpointing_policy: Any
 
 
 def _refuse(name: str, value: object, allowed: str, example: str) -> PipelineConfigurationError:
@@ -117,6 +119,27 @@ def _check_start_method(value: object) -> str:
     return str(value)
 
 
+def _check_recomputed(given: dict[str, Any]) -> Any:
+    classes, policy = given.pop("activation_checkpointing"), given["activation_checkpointing_policy"]
+    if classes is not None and policy is not None:
+        raise PipelineConfigurationError(
+            "D9DStrategy was given both activation_checkpointing and activation_checkpointing_policy. Give one of "
+            "them: D9DStrategy(activation_checkpointing_policy={Block})."
+        )
+    name = "activation_checkpointing" if policy is None else "activation_checkpointing_policy"
+    chosen = [classes] if isinstance(classes, type) else classes if policy is None else policy
+    if chosen is None or (policy is not None and (callable(chosen) or hasattr(chosen, "_run_policy"))):
+        return chosen
+    if not isinstance(chosen, set | frozenset | list | tuple) or not chosen or not all(map(_is_module_class, chosen)):
+        raise _refuse(name, chosen, "classes of modules", "{torch.nn.TransformerEncoderLayer}")
+    # a set has another order in every process
+    return tuple(sorted(chosen, key=lambda one: f"{one.__module__}.{one.__qualname__}"))
+
+
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
 def check_options(given: dict[str, Any]) -> StrategyOptions:
     """Arguments of ``D9DStrategy`` as one frozen object.
 
@@ -137,8 +160,10 @@ def check_options(given: dict[str, Any]) -> StrategyOptions:
     backend = given["process_group_backend"]
     if backend is not None and not isinstance(backend, str):
         raise _refuse("process_group_backend", backend, 'None or the name of a backend, such as "gloo"', "None")
+    recomputed = _check_recomputed(given)
     checked = dict(
         given,
+        activation_checkpointing_policy=recomputed,
         units=_check_names("units", given["units"], '["net.blocks.*"]'),
         split_points=_check_names("split_points", given["split_points"], '["net.blocks.6"]'),
         owner_only_hooks=_check_names("owner_only_hooks", given["owner_only_hooks"], '["on_train_epoch_end"]') or (),

@@ -41,6 +41,7 @@ def make_engine(
         sinks=sinks,
         silenced=metric_objects(module),
         device=device,
+        recomputed=options.activation_checkpointing_policy,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -61,6 +62,8 @@ class D9DStrategy(ParallelStrategy):
         process_group_backend: Backend of process groups; by default the usual one of the device.
         timeout: How long a collective may wait, as a timedelta or in seconds.
         start_method: ``"popen"`` runs the script again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` start workers.
+        activation_checkpointing: A class of modules, or a list of them, that run again in the backward pass.
+        activation_checkpointing_policy: The same as a set of classes, or as a policy in the form of torch's FSDP.
 
     Raises:
         PipelineConfigurationError: An argument is not allowed; the message says what is.
@@ -85,6 +88,8 @@ class D9DStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = compat.default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: set[type[nn.Module]] | Callable[..., bool] | ModuleWrapPolicy | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         super().__init__()

@@ -21,6 +21,7 @@ from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.runtime.executor import Observer, PipelineExecutor
 from d9d_lightning.schedule import ActionBase, ActionKind, Program
 from d9d_lightning.stage.planner import Planner
+from d9d_lightning.stage.recomputation import Recomputation, find_recomputed, matching_modules
 from d9d_lightning.stage.replay import Replay, StepCall
 from d9d_lightning.stage.script import StageScript, make_script
 from d9d_lightning.stage.stage import Finish, PipelineStage
@@ -52,11 +53,13 @@ class LocalPipeline:
     Args:
         module: The user's module.
         planner: Its planner; made from the module where None.
+        recomputed: Modules that run again in the backward pass, as ``matching_modules`` takes them.
     """
 
-    def __init__(self, module: nn.Module, planner: Planner | None = None) -> None:
+    def __init__(self, module: nn.Module, planner: Planner | None = None, recomputed: Any = ()) -> None:
         self.module = module
         self.planner = planner or Planner(module)
+        self._recomputed = matching_modules(module, recomputed)
         self._scripts: dict[tuple[str, int, bool], StageScript] = {}
 
     def run(
@@ -131,7 +134,8 @@ class LocalPipeline:
             )
             for rank in range(program.pp_size)
         ]
-        with self.planner.interceptor.installed():
+        recomputation = Recomputation(find_recomputed(self.module, self.planner.units, self._recomputed))
+        with recomputation.installed(), self.planner.interceptor.installed():
             self._run_interleaved(executors, absent, program, mailbox, result)
         for executor in executors:
             if executor.failure is not None:
