@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -14,15 +13,13 @@ from d9d_lightning.schedule import (
     Program,
     build_program,
     build_stage_to_host_rank_topology,
+    choose_num_microbatches,
+    legal_fallback,
     make_builder,
+    predict_bubble,
 )
 
 __all__ = ["Programs", "schedule_names"]
-
-LARGEST_BUBBLE = 0.10
-LARGEST_FACTOR = 4
-SUBSTITUTES = {"dualpipev": "zbv", "zb_h2": "zb_h1", "interleaved_1f1b": "looped_bfs", "zb1p": "looped_bfs"}
-"""What stands in where a family cannot take a number of microbatches; the placement stays what it is."""
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -82,58 +79,34 @@ class Programs:
         return self._evaluation[num_microbatches]
 
     def _build(self, num_microbatches: int) -> Program:
-        try:
+        if not isinstance(self.schedule, str):
             return build_program(self.schedule, pp_size=self.size, num_microbatches=num_microbatches)
-        except ScheduleError as error:
-            substitute = SUBSTITUTES.get(self.schedule) if isinstance(self.schedule, str) else None
-            if substitute is None or substitute not in SCHEDULES:
-                raise
+        stages = self._builder.num_stages_per_rank
+        name = legal_fallback(self.schedule, self.size, num_microbatches, stages)
+        if name != self.schedule:
             self._say(
-                f"schedule {self.schedule!r} cannot run {num_microbatches} microbatches on {self.size} ranks "
-                f"({error}); such batches run {substitute!r}, which has the same placement."
+                f"schedule {self.schedule!r} cannot run {num_microbatches} microbatches on {self.size} ranks; such "
+                f"batches run {name!r}, which has the same placement.",
+                rank_zero_warn,
             )
-        style: dict[str, Any] = {}
-        if substitute == "looped_bfs":
-            style["stages_per_rank"] = self._builder.num_stages_per_rank
-        return build_program(substitute, pp_size=self.size, num_microbatches=num_microbatches, **style)
+        return build_program(name, pp_size=self.size, num_microbatches=num_microbatches, stages_per_rank=stages)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, tell: Callable[[str], None]) -> None:
         if text not in self._said:
             self._said.add(text)
-            rank_zero_warn(text)
+            tell(text)
 
     def choose_num_microbatches(self, batch_size: int) -> int:
-        """Number of microbatches for ``num_microbatches="auto"``.
-
-        The smallest multiple of the pipeline size whose predicted bubble is below 10 %, at most the batch size and four
-        times the pipeline size.
-        """
-        if self.size == 1:
-            return 1
-        limit = max(1, min(batch_size, LARGEST_FACTOR * self.size))
-        candidates: Sequence[int] = range(self.size, limit + 1, self.size)
-        chosen = limit
-        for candidate in candidates:
-            chosen = candidate
-            if self.predicted_bubble(candidate) <= LARGEST_BUBBLE:
-                break
-        rank_zero_info(
-            f'num_microbatches="auto": {chosen} microbatches for a batch of {batch_size}, predicted bubble '
-            f"{self.predicted_bubble(chosen):.0%}. Type num_microbatches={chosen} to fix it."
-        )
+        """Number of microbatches for ``num_microbatches="auto"``, and says so."""
+        chosen = choose_num_microbatches(self.schedule, pp_size=self.size, batch_size=batch_size)
+        if self.size > 1:
+            self._say(
+                f'num_microbatches="auto": {chosen} microbatches for a batch of {batch_size}, predicted bubble '
+                f"{self.predicted_bubble(chosen):.0%}. Type num_microbatches={chosen} to fix it.",
+                rank_zero_info,
+            )
         return chosen
 
     def predicted_bubble(self, num_microbatches: int) -> float:
-        """Share of time in which ranks wait, if a backward takes twice as long as a forward."""
-        from d9d_lightning.schedule.engine import run_in_order
-
-        program = self.training(num_microbatches)
-        cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-        times = run_in_order(
-            program.compute_actions,
-            dict(enumerate(program.stage_to_rank)),
-            lambda action: sum(cost[part.kind.name] for part in action.parts),
-        )
-        end = max(interval[1] for row in times for interval in row)
-        busy = sum(interval[1] - interval[0] for row in times for interval in row)
-        return 1.0 - busy / (end * len(times))
+        """Share of time in which ranks wait, if F, I and W take equally long."""
+        return predict_bubble(self.schedule, pp_size=self.size, num_microbatches=num_microbatches)
