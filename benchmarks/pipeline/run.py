@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/pipeline/run.py --case tiny --seconds 60
 
 All runners are built first and then take turns; only ratios within a round are compared. ``--only zbv,1f1b`` keeps
-some schedules. In the table *CPU* is the main thread's time on the busiest rank over its share of one process, *CPU us*
-what that is more for each (stage, microbatch), and a star marks ratios of which not all pairs are quiet.
+some schedules. *ours* has stages split by hand, as torch's; *replay* replays a user's step on top of it. In the table
+*CPU* is the main thread's time on the busiest rank over its share of one process, *CPU us* what that is more for each
+(stage, microbatch), and a star marks ratios of which not all pairs are quiet.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from ideal import ideal_speedup, measure_costs
 from measure import Samples, Stopwatch, describe_ratio, time_alone
-from runners import PAIRS, Runner, data_parallel, make_groups, one_process, our_pipeline, torch_pipeline
+from runners import PAIRS, Runner, data_parallel, make_groups, one_process, our_hand_split, our_pipeline, torch_pipeline
 from workload import Workload
 
 
@@ -35,7 +36,8 @@ def build(work: Workload, only: list[str]) -> dict[str, Runner]:
             continue
         if pair.torch_name is not None:
             runners[f"torch {pair.label}"] = torch_pipeline(work, pair)
-        runners[f"ours {pair.label}"] = our_pipeline(work, pair, groups)
+        runners[f"ours {pair.label}"] = our_hand_split(work, pair, groups)
+        runners[f"replay {pair.label}"] = our_pipeline(work, pair, groups)
     return runners
 
 
@@ -88,18 +90,17 @@ def report(case: str, runners: dict[str, Runner], samples: dict[str, Samples], e
         b = costs.backward_full
         print(f"F {costs.forward / b:.3f} B 1 I {costs.backward_input / b:.3f} W {costs.backward_weight / b:.3f}")
         ideal = {pair.label: ideal_speedup(pair, 2, costs) for pair in PAIRS}
-    print(
-        "| runner | speed-up | ideal | of attainable | quiet | ours/torch [95 %] | CPU us per (stage, mb) | grad err |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    against_what = "ours/torch, replay/ours [95 %]"
+    print(f"| runner | speed-up | ideal | of attainable | quiet | {against_what} | CPU | CPU us | grad err |")
+    print("|---" * 9 + "|")
     for name, runner in runners.items():
         own = samples[name]
         label = name.partition(" ")[2]
         gain = time_of(solo) / time_of(own) * (2 if name == "both alone" else 1)
         best = ideal.get(label)
         attained = f"{gain / best / (ceiling / 2):.1%}" if best else ""
-        other = samples.get(f"torch {label}")
-        against = describe_ratio(own, other) if name.startswith("ours") and other else ""
+        other = samples.get(f"torch {label}") if name.startswith("ours") else samples.get(f"ours {label}")
+        against = describe_ratio(own, other) if name.startswith(("ours", "replay")) and other else ""
         over = (statistics.median(own.cpu) - work_cpu) / runner.pairs * 1e6 if runner.pairs and low else None
         overhead = "" if over is None else f"{over:.0f}"
         share = statistics.median(own.cpu) / work_cpu / (2 if name == "both alone" else 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as torch_pipelining
+from hand_split import hand_split_step
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn.parallel import DistributedDataParallel
@@ -123,8 +124,17 @@ def torch_pipeline(work: Workload, pair: Pair) -> Runner:
     )
 
 
+def our_hand_split(work: Workload, pair: Pair, groups: PipelineGroups) -> Runner:
+    """Our executor on stages split by hand, as torch's runners have them."""
+    return _ours(work, pair, groups, replayed=False)
+
+
 def our_pipeline(work: Workload, pair: Pair, groups: PipelineGroups) -> Runner:
-    """Ours without the Trainer; the module is whole, and the units are the stages."""
+    """Ours without the Trainer: the user's step is replayed, the module is whole, the units are the stages."""
+    return _ours(work, pair, groups, replayed=True)
+
+
+def _ours(work: Workload, pair: Pair, groups: PipelineGroups, replayed: bool) -> Runner:
     rank, size = dist.get_rank(), dist.get_world_size()
     program = pair.program(size)
     stages = work.cut(program.num_stages)
@@ -133,18 +143,35 @@ def our_pipeline(work: Workload, pair: Pair, groups: PipelineGroups) -> Runner:
         model, stage_to_rank=program.stage_to_rank, rank=rank, size=size, groups=groups, units=["stages.*"]
     )
     batch = [Microbatch(i, len(x), ((x, y), 0)) for i, (x, y) in enumerate(work.microbatches)]
-
-    def user_step(microbatch: Microbatch) -> torch.Tensor:
-        x, y = microbatch.args[0]
-        return loss_of(model(x), y)
-
-    pipeline.place(user_step, batch)
+    pipeline.place(lambda microbatch: _user_step(model, microbatch), batch)
     own = pipeline.own_stages
-    return Runner(
-        lambda: pipeline.run(user_step, batch, program, finish=lambda _, loss: loss / NUM_MICROBATCHES),
-        _blocks_of(stages, own),
-        len(own) * NUM_MICROBATCHES,
-    )
+    if replayed:
+
+        def run() -> object:
+            return pipeline.run(
+                lambda microbatch: _user_step(model, microbatch),
+                batch,
+                program,
+                finish=lambda _, loss: loss / NUM_MICROBATCHES,
+            )
+    else:
+        described = pipeline.planner.describe("training_step", batch[:1])[0]
+        plan = pipeline.planner.plan(lambda microbatch: _user_step(model, microbatch), described)
+        run = hand_split_step(
+            program,
+            rank,
+            {stage: stages[stage] for stage in own},
+            plan,
+            batch,
+            lambda microbatch, output: loss_of(output, microbatch.args[0][1]) / NUM_MICROBATCHES,
+            groups,
+        )
+    return Runner(run, _blocks_of(stages, own), len(own) * NUM_MICROBATCHES)
+
+
+def _user_step(model: nn.Module, microbatch: Microbatch) -> torch.Tensor:
+    x, y = microbatch.args[0]
+    return loss_of(model(x), y)
 
 
 def make_groups() -> PipelineGroups:
