@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from measure import Samples, Stopwatch, describe_ratio, time_alone
-from runners import PAIRS, Runner, data_parallel, make_groups, one_process, our_pipeline, torch_pipeline
+from runners import PAIRS, Runner, data_parallel, make_groups, one_process, our_hand_split, our_pipeline, torch_pipeline
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from workload import NUM_MICROBATCHES, StagedModel, Workload, loss_of
@@ -79,7 +79,9 @@ class TakeTurns(Callback):
         if pair is not None:
             if pair.torch_name is not None:
                 self._others["torch"] = torch_pipeline(self._work, pair)
-            self._others["bare"] = our_pipeline(self._work, pair, make_groups())
+            groups = make_groups()
+            self._others["hand-split"] = our_hand_split(self._work, pair, groups)
+            self._others["replay"] = our_pipeline(self._work, pair, groups)
         self.samples = {name: Samples() for name in ("solo", *self._others, "Trainer")}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -157,8 +159,10 @@ def report(schedule: str, samples: dict[str, Samples]) -> None:
     for name, entry in samples.items():
         if name != "Trainer" and name != "both alone":
             print(f"  Trainer / {name}: {describe_ratio(trained, entry)}")
-    if "bare" in samples and "torch" in samples:
-        print(f"  bare / torch: {describe_ratio(samples['bare'], samples['torch'])}")
+    if "hand-split" in samples:
+        print(f"  replay / hand-split: {describe_ratio(samples['replay'], samples['hand-split'])}")
+    if "hand-split" in samples and "torch" in samples:
+        print(f"  hand-split / torch: {describe_ratio(samples['hand-split'], samples['torch'])}")
 
 
 if __name__ == "__main__":
