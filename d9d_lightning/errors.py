@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "GradientSyncError",
+    "MessageMismatchError",
     "PartitionError",
     "PipelineConfigurationError",
     "PipelineError",
@@ -66,6 +67,10 @@ class PipelineTransferNameError(PipelineTransferError, KeyError):
 
     # KeyError would show the message in quotes.
     __str__ = Exception.__str__
+
+
+class MessageMismatchError(PipelineTransferError):
+    """A rank was sent another message than it waits for; the message says by whom, and shows both."""
 
 
 class StageError(PipelineError, RuntimeError):

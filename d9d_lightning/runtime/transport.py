@@ -2,14 +2,16 @@
 
 Receives are posted ahead, into buffers allocated then; sends are started and left alone. On gloo a send is known to
 have left only by waiting for it, so the queue is reaped in order once it is a few messages deep; what is waited for
-was sent long ago.
+was sent long ago. A receiver takes a message with a header later than others, so in a step that has sent one nothing is
+waited for before the end.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,14 @@ from d9d_lightning.errors import UnplannedCallError
 from d9d_lightning.runtime.communication import StageCommunicationHandler
 from d9d_lightning.runtime.executor import Values, blank
 from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.runtime.headers import (
+    MessageHeader,
+    MessageNumbers,
+    checks_every_message,
+    describe_expected,
+    describe_sent,
+)
+from d9d_lightning.runtime.inbox import HEADER_TAGS, Inbox, MessageKey
 from d9d_lightning.values import Plan, ValueId, ValueSpec
 
 __all__ = ["ProcessTransport"]
@@ -49,23 +59,28 @@ class ProcessTransport:
         self._device = device
         self._plans: list[Plan] = []
         self._handlers: dict[tuple[str, int, str, bool], StageCommunicationHandler] = {}
-        self._receiving: dict[tuple[str, int, int], tuple[StageCommunicationHandler, list[dist.Work]]] = {}
         self._sending: deque[list[dist.Work]] = deque()
         self._patterns: dict[tuple[int, str], tuple[bool, ...]] = {}
         self._received_patterns: dict[tuple[int, str], tuple[bool, ...]] = {}
         self._announced: set[tuple[int, str]] = set()
         self.problem: Exception | None = None
         self._batched = dist.get_backend(groups.forward) == "nccl"
+        self._inbox = Inbox(groups, self._batched)
+        self._check_all = checks_every_message()
+        self._sent, self._expected = MessageNumbers(), MessageNumbers()
+        self._introduced: set[tuple[str, str, int, str]] = set()
+        self._patient = False
 
     def begin(self, plans: list[Plan]) -> None:
         """Prepare for a step: the plan of each microbatch."""
         self._plans = plans
         self.problem = None
+        self._patient = False
 
     # ---- forward ---------------------------------------------------------------------------------------------------
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
         message = {value.name: tensor for value, tensor in values.items() if tensor is not None}
-        self._start_send(self._handler("fwd", stage, microbatch), message)
+        self._start_send(self._handler("fwd", stage, microbatch), message, ("fwd", stage + 1, microbatch))
 
     def post_forward(self, stage: int, microbatch: int) -> None:
         self._start_receive("fwd", stage, microbatch)
@@ -91,7 +106,7 @@ class ProcessTransport:
                 f"stage {stage} sends gradients for other values than before (None: {pattern}, was "
                 f"{self._patterns[edge]})"
             )
-        self._start_send(self._handler("bwd", stage, microbatch, first), message)
+        self._start_send(self._handler("bwd", stage, microbatch, first), message, ("bwd", stage - 1, microbatch))
 
     def post_backward(self, stage: int, microbatch: int) -> None:
         edge = (stage + 1, self._plans[microbatch].digest)
@@ -118,39 +133,60 @@ class ProcessTransport:
 
     def reset(self) -> None:
         """Forget what a failed step left behind."""
-        self._receiving.clear()
+        self._inbox.clear()
         self._sending.clear()
         self._handlers.clear()
         self._patterns.clear()
         self._received_patterns.clear()
         self._announced.clear()
+        self._introduced.clear()
+        self._sent, self._expected = MessageNumbers(), MessageNumbers()
 
-    def _start_send(self, handler: StageCommunicationHandler, message: Mapping[str, Tensor]) -> None:
+    def _start_send(self, handler: StageCommunicationHandler, message: Mapping[str, Tensor], key: MessageKey) -> None:
+        wires = handler.create_sends(message)
+        if not wires:
+            return
+        works = self._send_header(key, wires[0][1], lambda: describe_sent(handler, message, wires))
         if self._batched:
-            operations = handler.create_send_ops(message)
-            works = list(dist.batch_isend_irecv(operations)) if operations else []
+            group = handler.group
+            operations = [dist.P2POp(dist.isend, wire, group=group, group_peer=peer) for wire, peer in wires]
+            works += dist.batch_isend_irecv(operations)
         else:
             send = handler.group.send
-            works = [send([wire], peer, 0) for wire, peer in handler.create_sends(message)]
-        if not works:
-            return
+            works += [send([wire], peer, 0) for wire, peer in wires]
         self._sending.append(works)
-        if len(self._sending) > _QUEUE_DEPTH:
+        if len(self._sending) > _QUEUE_DEPTH and not self._patient:
             _wait(self._sending.popleft())
+
+    def _send_header(self, key: MessageKey, peer: int, describe: Callable[[], tuple[str, ...]]) -> list[Any]:
+        number = self._sent.take(key[0], peer)
+        if not self._has_header("sent", key):
+            return []
+        self._patient = True
+        header = _header(key, number, describe())
+        return [self._groups.control.send([header.to_tensor()], peer, HEADER_TAGS[key[0]])]
+
+    def _has_header(self, end: str, key: MessageKey) -> bool:
+        """Whether a message has a header: the first one of its signature, or any."""
+        direction, stage, microbatch = key
+        edge = (end, direction, stage, self._plans[microbatch].digest)
+        known = edge in self._introduced
+        self._introduced.add(edge)
+        return self._check_all or not known
 
     def _start_receive(self, direction: str, stage: int, microbatch: int, with_flags: bool = False) -> None:
         handler = self._handler(direction, stage, microbatch, with_flags)
-        if self._batched:
-            operations = handler.create_receive_ops(microbatch)
-            works = list(dist.batch_isend_irecv(operations)) if operations else []
-        else:
-            receive = handler.group.recv
-            works = [receive([wire], peer, 0) for wire, peer in handler.create_receives(microbatch)]
-        self._receiving[direction, stage, microbatch] = (handler, works)
+        wires = handler.create_receives(microbatch)
+        key = (direction, stage, microbatch)
+        header = None
+        if wires:
+            number = self._expected.take(direction, wires[0][1])
+            if self._has_header("expected", key):
+                header = _header(key, number, describe_expected(handler, wires, self._device))
+        self._inbox.post(key, handler, wires, header)
 
     def _finish_receive(self, direction: str, stage: int, microbatch: int) -> dict[str, Tensor]:
-        handler, works = self._receiving.pop((direction, stage, microbatch))
-        _wait(works)
+        handler = self._inbox.take((direction, stage, microbatch))
         return handler.get_inputs(microbatch) if handler.inputs else {}
 
     def _handler(
@@ -211,6 +247,11 @@ def _gradient_specs(plan: Plan, values: tuple[ValueId, ...], with_flags: bool) -
     if specs and with_flags:
         specs[_NONE_FLAGS] = ValueSpec((len(specs),), (1,), torch.uint8, "cpu", False)
     return specs
+
+
+def _header(key: MessageKey, number: int, tensors: tuple[str, ...]) -> MessageHeader:
+    direction, stage, microbatch = key
+    return MessageHeader(number, "values" if direction == "fwd" else "gradients", stage, microbatch, tensors)
 
 
 @functools.cache

@@ -106,6 +106,11 @@ class FailureWatch:
         self._local.action = None
         self._local.progress += 1
 
+    @property
+    def where(self) -> str:
+        """The action under way, as text; empty between actions."""
+        return self._local.describe_action()[0]
+
     def publish(self, error: BaseException, where: str = "", *, fatal: bool = False) -> None:
         """Tell all ranks about an error of this one; the first error of a run wins.
 
@@ -117,7 +122,7 @@ class FailureWatch:
             where: In which action; by default the one that was entered last.
             fatal: End all processes (dead tier) rather than let every rank raise (void tier).
         """
-        where = where or self._local.describe_action()[0]
+        where = where or self.where
         lost_peer = looks_like_lost_peer(error)
         report = FailureReport.from_error(error, self._rank, where, fatal or lost_peer)
         self._own_error = self._own_error or error

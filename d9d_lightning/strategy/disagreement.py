@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from d9d_lightning.errors import PipelineError
+from d9d_lightning.runtime.headers import checks_every_message
 from d9d_lightning.strategy.options import StrategyOptions
 
 __all__ = ["RanksDisagreeError", "compare_setups", "describe_setup"]
@@ -56,6 +57,7 @@ def describe_setup(
         "lightning": lightning.__version__,
         "torchmetrics": metadata.version("torchmetrics"),
         "d9d_lightning": metadata.version("d9d_lightning"),
+        "the variable D9D_DEBUG": str(int(checks_every_message())),
         "D9DStrategy(schedule)": schedule,
         "class of the module": type(module).__qualname__,
         "classes of the optimizers": str([type(optimizer).__qualname__ for optimizer in optimizers]),

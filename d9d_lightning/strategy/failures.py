@@ -40,6 +40,7 @@ class RunWatch:
     def __init__(self, world: World, options: StrategyOptions, environment: ClusterEnvironment | None) -> None:
         self._watch: FailureWatch | None = None
         self._step: Doing | None = None
+        self._place: tuple[BaseException, str] | None = None
         if world.axes.world == 1:
             return
         self._watch = FailureWatch(
@@ -67,6 +68,9 @@ class RunWatch:
         self._watch.enter(self._step)
         try:
             yield
+        except BaseException as error:
+            self._place = (error, self._watch.where)
+            raise
         finally:
             self._step = None
             self._watch.leave()
@@ -86,10 +90,13 @@ class RunWatch:
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks. Those that do not raise by themselves end after a few seconds, with this error."""
         if self._watch is not None and not isinstance(error, SIGTERMException):  # that one is raised by all at once
-            self._watch.publish(error)
+            known = self._place is not None and self._place[0] is error
+            self._watch.publish(error, self._place[1] if known and self._place is not None else "")
+            self._place = None
 
     def close(self) -> None:
         """End of the run on this rank."""
+        self._place = None
         if self._watch is not None:
             self._watch.close()
             self._watch = None
