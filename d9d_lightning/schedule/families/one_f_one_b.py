@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from d9d_lightning.schedule.actions import ActionBase, backward_full, forward
+from d9d_lightning.schedule.actions import ActionBase
 from d9d_lightning.schedule.builder import ComputeOrderBuilder
+from d9d_lightning.schedule.families.alternating import alternate
 from d9d_lightning.schedule.topology import ScheduleStyle
 
 __all__ = ["OneForwardOneBackwardProgramBuilder"]
@@ -32,13 +33,4 @@ class OneForwardOneBackwardProgramBuilder(ComputeOrderBuilder):
 
     def order(self, num_microbatches: int, pp_size: int) -> list[list[ActionBase]]:
         """Enough forwards to reach the last rank, then one backward, one forward, and so on."""
-        orders: list[list[ActionBase]] = []
-        for rank in range(pp_size):
-            ahead = min(pp_size - 1 - rank, num_microbatches)
-            order: list[ActionBase] = [forward(rank, i) for i in range(ahead)]
-            for i in range(num_microbatches):
-                if i + ahead < num_microbatches:
-                    order.append(forward(rank, i + ahead))
-                order.append(backward_full(rank, i))
-            orders.append(order)
-        return orders
+        return [alternate(rank, num_microbatches, pp_size - 1 - rank) for rank in range(pp_size)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from d9d_lightning.schedule.actions import ActionBase, backward_input, backward_weight, forward
+from d9d_lightning.schedule.actions import ActionBase
 from d9d_lightning.schedule.builder import ComputeOrderBuilder
+from d9d_lightning.schedule.families.alternating import alternate
 from d9d_lightning.schedule.topology import ScheduleStyle
 
 __all__ = ["ZeroBubbleH1ProgramBuilder"]
@@ -33,16 +34,4 @@ class ZeroBubbleH1ProgramBuilder(ComputeOrderBuilder):
 
     def order(self, num_microbatches: int, pp_size: int) -> list[list[ActionBase]]:
         """Forward, input gradient, and the weight gradient of ``rank`` turns before."""
-        orders: list[list[ActionBase]] = []
-        for rank in range(pp_size):
-            ahead = min(pp_size - 1 - rank, num_microbatches)
-            order: list[ActionBase] = [forward(rank, i) for i in range(ahead)]
-            for i in range(num_microbatches):
-                if i + ahead < num_microbatches:
-                    order.append(forward(rank, i + ahead))
-                order.append(backward_input(rank, i))
-                if i >= rank:
-                    order.append(backward_weight(rank, i - rank))
-            order += [backward_weight(rank, i) for i in range(max(0, num_microbatches - rank), num_microbatches)]
-            orders.append(order)
-        return orders
+        return [alternate(rank, num_microbatches, pp_size - 1 - rank, rank) for rank in range(pp_size)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from d9d_lightning.errors import ScheduleError
-from d9d_lightning.schedule.actions import ActionBase, backward_input, backward_weight, forward
+from d9d_lightning.schedule.actions import ActionBase
 from d9d_lightning.schedule.builder import ComputeOrderBuilder
+from d9d_lightning.schedule.families.alternating import alternate
 from d9d_lightning.schedule.topology import ScheduleStyle
 
 __all__ = ["ZeroBubbleH2ProgramBuilder"]
@@ -46,16 +47,4 @@ class ZeroBubbleH2ProgramBuilder(ComputeOrderBuilder):
 
     def order(self, num_microbatches: int, pp_size: int) -> list[list[ActionBase]]:
         """Two forwards ahead for each rank that follows, weight gradients two turns late for each rank before."""
-        orders: list[list[ActionBase]] = []
-        for rank in range(pp_size):
-            ahead, late = 2 * (pp_size - 1 - rank), 2 * rank
-            order: list[ActionBase] = [forward(rank, i) for i in range(ahead)]
-            for i in range(num_microbatches):
-                if i + ahead < num_microbatches:
-                    order.append(forward(rank, i + ahead))
-                order.append(backward_input(rank, i))
-                if i >= late:
-                    order.append(backward_weight(rank, i - late))
-            order += [backward_weight(rank, i) for i in range(num_microbatches - late, num_microbatches)]
-            orders.append(order)
-        return orders
+        return [alternate(rank, num_microbatches, 2 * (pp_size - 1 - rank), 2 * rank) for rank in range(pp_size)]
