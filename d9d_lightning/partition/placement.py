@@ -6,7 +6,8 @@ form one group; groups are cut into contiguous stages so that the most expensive
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from torch import nn
@@ -159,23 +160,38 @@ def _balanced_cuts(weights: Sequence[float], stage_to_rank: tuple[int, ...]) -> 
 
 
 def _refine_for_ranks(cuts: list[int], sums: Sequence[float], stage_to_rank: tuple[int, ...]) -> list[int]:
-    def cost(candidate: Sequence[int]) -> tuple[float, float]:
-        ranks: dict[int, float] = {}
-        largest = 0.0
-        for stage, rank in enumerate(stage_to_rank):
-            weight = sums[candidate[stage + 1]] - sums[candidate[stage]]
-            ranks[rank] = ranks.get(rank, 0.0) + weight
-            largest = max(largest, weight)
-        return max(ranks.values()), largest
+    """Even out what ranks do, then what stages do: one group moves over one border, or over several in a row."""
+    total = max(sums[-1], 1e-30)
 
-    improved = True
-    while improved:
-        improved = False
-        for border in range(1, len(cuts) - 1):
+    def shares(candidate: Sequence[int]) -> tuple[list[float], list[float]]:
+        stages = [(sums[end] - sums[begin]) / total for begin, end in itertools.pairwise(candidate)]
+        ranks = [0.0] * (max(stage_to_rank) + 1)
+        for share, rank in zip(stages, stage_to_rank, strict=True):
+            ranks[rank] += share
+        return ranks, stages
+
+    def unevenness(candidate: Sequence[int]) -> tuple[float, float]:
+        ranks, stages = shares(candidate)
+        return round(sum(x * x for x in ranks), 9), round(sum(x * x for x in stages), 9)
+
+    def worst(candidate: Sequence[int]) -> tuple[float, float]:
+        ranks, stages = shares(candidate)
+        return round(max(ranks), 9), round(max(stages), 9)
+
+    best = list(cuts)
+    here, found = unevenness(best), True
+    while found:
+        found = False
+        for moved in _neighbours(best):
+            if (there := unevenness(moved)) < here:
+                best, here, found = moved, there, True
+    return min(cuts, best, key=worst)
+
+
+def _neighbours(cuts: Sequence[int]) -> Iterator[list[int]]:
+    for first in range(1, len(cuts) - 1):
+        for last in range(first, len(cuts) - 1):
             for step in (-1, 1):
-                moved = list(cuts)
-                moved[border] += step
-                filled = moved[border - 1] < moved[border] < moved[border + 1]
-                if filled and cost(moved) < cost(cuts):
-                    cuts, improved = moved, True
-    return cuts
+                moved = [*cuts[:first], *(cut + step for cut in cuts[first : last + 1]), *cuts[last + 1 :]]
+                if moved[first - 1] < moved[first] and moved[last] < moved[last + 1]:
+                    yield moved

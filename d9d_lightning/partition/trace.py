@@ -28,7 +28,7 @@ from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
 from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
 
-__all__ = ["Exchange", "ObservedCall", "TraceDepth", "trace_step"]
+__all__ = ["Exchange", "Meter", "ObservedCall", "TraceDepth", "trace_step"]
 
 
 class TraceDepth(enum.Enum):
@@ -65,12 +65,21 @@ Exchange = Callable[[str, Callable[[], ObservedCall]], tuple[ObservedCall, bool]
 """Lockstep: given a unit and how to run it, the observed call, and whether it ran on this process."""
 
 
+Meter = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Around each call of a unit, given its name."""
+
+
 Position = Callable[[Iterable[str], str, int], None]
 """Sets global generators, of the kinds given, to a position of the step: after which unit, and after which call."""
 
 
 def _leave_generators(kinds: Iterable[str], unit: str, number: int) -> None:
     """No rule for random numbers."""
+
+
+def _measure_nothing(unit: str) -> contextlib.AbstractContextManager[None]:
+    """A call that nobody measures."""
+    return contextlib.nullcontext()
 
 
 def trace_step(
@@ -86,6 +95,7 @@ def trace_step(
     keep_plain_state: bool = False,
     device: torch.device | None = None,
     position: Position | None = None,
+    meter: Meter | None = None,
 ) -> Trace:
     """Run the step once and record it. Afterwards everything is as it was before.
 
@@ -101,12 +111,13 @@ def trace_step(
         device: Where parameters that have no memory yet will live.
         keep_plain_state: Leave state that holds no tensor as the run left it.
         position: Sets the global random generators as a replay does, so that glue which draws goes the same way.
+        meter: Measures what calls of units do.
 
     Raises:
         PlaceholderReadError: At depth SHAPES, the step reads the value of an activation.
         Exception: Whatever the step itself raises.
     """
-    tracer = _Tracer(root, interceptor, depth, exchange, position or _leave_generators)
+    tracer = _Tracer(root, interceptor, depth, exchange, position or _leave_generators, meter or _measure_nothing)
     snapshot = ModuleSnapshot(root, silenced)
     keep: list[str] = []
     try:
@@ -181,12 +192,14 @@ class _Tracer:
         depth: TraceDepth,
         exchange: Exchange | None,
         position: Position,
+        meter: Meter,
     ) -> None:
         self._root = root
         self._interceptor = interceptor
         self._depth = depth
         self._exchange = exchange
         self._position = position
+        self._meter = meter
         self._provenance = Provenance()
         self._calls: list[UnitCall] = []
         self._numbers: dict[str, int] = {}
@@ -227,7 +240,8 @@ class _Tracer:
         result: list[Any] = []
 
         def run() -> ObservedCall:
-            observed, value = self._observe(module, original, args, kwargs, own)
+            with self._meter(unit):
+                observed, value = self._observe(module, original, args, kwargs, own)
             result.append(value)
             return observed
 

@@ -16,7 +16,7 @@ from d9d_lightning.partition.placement import group_units, place_units
 from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import flatten
-from d9d_lightning.partition.trace import Exchange, TraceDepth, trace_step
+from d9d_lightning.partition.trace import Exchange, Meter, TraceDepth, trace_step
 from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
 from d9d_lightning.stage.randomness import set_position
 from d9d_lightning.stage.replay import StepCall
@@ -48,6 +48,7 @@ class Planner:
         notes: What a user should be told about how the step is traced.
         exchange: Runs units on their owners; None while this process holds the whole module.
         lend: Around a trace in lockstep, gives this rank the parameters that glue reads.
+        meter: Measures calls of units while a step is traced.
         agree: From whether shapes did not suffice here to whether they did not suffice on some rank.
     """
 
@@ -75,6 +76,7 @@ class Planner:
         self.notes: list[str] = []
         self.exchange: Exchange | None = None
         self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.meter: Meter | None = None
         self.agree: Callable[[bool], bool] = bool
         self._plans: dict[Signature, Plan] = {}
         self._voided: dict[Signature, int] = {}
@@ -138,6 +140,7 @@ class Planner:
             keep_plain_state=keep_plain_state,
             device=self._device,
             position=lambda kinds, unit, number: set_position(kinds, microbatch.seed, unit, number),
+            meter=self.meter,
         )
 
     def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:

@@ -22,7 +22,7 @@ from d9d_lightning.schedule import PipelineProgramBuilder
 from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy import compat
 from d9d_lightning.strategy.collectives import Collectives
-from d9d_lightning.strategy.explain import explain
+from d9d_lightning.strategy.explain import Explained
 from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.files import read_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
@@ -39,7 +39,7 @@ compat.check_versions()
 compat.explain_mixed_packages()
 
 
-class D9DStrategy(ParallelStrategy):
+class D9DStrategy(Explained, ParallelStrategy):
     """Trains an ordinary LightningModule across a pipeline of processes.
 
     >>> strategy = D9DStrategy(schedule="zbv", num_microbatches=8)
@@ -357,17 +357,6 @@ class D9DStrategy(ParallelStrategy):
         self._running.meeting.attend("strategy.whole_module")
         with self._running.whole() as module:
             yield module
-
-    def explain(self, module: LightningModule, batch: Any, *, ranks: int, step: str = "training_step") -> str:
-        """How a module would be cut, without starting any process.
-
-        Args:
-            module: The module; left as it is.
-            batch: A batch as the loader gives it.
-            ranks: Number of pipeline ranks.
-            step: The step to look at.
-        """
-        return explain(self.options, module, batch, ranks, step)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

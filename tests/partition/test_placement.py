@@ -120,3 +120,15 @@ def test_parameters_stand_for_cost_where_no_operator_counts() -> None:
     trace = chain(0, 0, 0)
     units = {"u0": nn.Linear(1, 1), "u1": nn.Linear(1, 1), "u2": nn.Linear(50, 50)}
     assert place_units(trace, units, (0, 1)).unit_stage == {"u0": 0, "u1": 0, "u2": 1}
+
+
+def test_ranks_of_a_v_get_equal_shares_where_stages_cannot() -> None:
+    """Twelve equal layers on a V of four ranks and eight stages are three for each rank, whatever costs nothing."""
+    v = (0, 1, 2, 3, 3, 2, 1, 0)
+    trace = chain(0, *[10] * 12, 0)
+    placed = place_units(trace, units_of(trace), v).unit_stage
+    load = [0] * 4
+    for unit, stage in placed.items():
+        load[v[stage]] += unit not in ("u0", "u13")
+    assert load == [3, 3, 3, 3]
+    assert set(placed.values()) == set(range(8))
