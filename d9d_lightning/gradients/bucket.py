@@ -42,6 +42,11 @@ class AbstractGradientBucket(ABC):
         return not self._pending
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether other ranks have, or are about to have, this rank's gradients of this step."""
+        return False
+
+    @property
     def unready_slots(self) -> list[GradientSlot]:
         """Parameters that still wait for accumulations."""
         return [slot for slot in self.slots if not slot.settled]
@@ -143,6 +148,11 @@ class SyncGradientBucket(AbstractGradientBucket):
         self._used: list[bool] = []
         self._reduction: Reduction | None = None
         self._writers: set[torch.cuda.Stream] = set()
+
+    @property
+    def is_reducing(self) -> bool:
+        """See the base class."""
+        return self.launched
 
     @property
     def buffer(self) -> torch.Tensor:

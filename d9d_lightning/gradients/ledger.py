@@ -51,7 +51,7 @@ class BucketLedger:
             self.order.append(bucket)
             for slot in bucket.slots:
                 self.slots[slot.parameter] = (bucket, slot)
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, slot)))
+                self._handles.append(slot.listen(self._make_hook(bucket)))
             bucket.bind()
             self._order_is_learned = False
 
@@ -142,8 +142,8 @@ class BucketLedger:
         if self._surplus:
             raise GradientSyncError(
                 "gradients were accumulated after their reduction was due, so the sum would be wrong: "
-                f"{_join(slot.progress for slot in self._surplus)}. Raise the count by set_required_accumulations(), "
-                "or call mark_done() and finish() later; abandon() drops this step"
+                f"{join_names(slot.progress for slot in self._surplus)}. Raise the count by "
+                "set_required_accumulations(), or call mark_done() and finish() later; abandon() drops this step"
             )
 
     def raise_on_unready(self) -> None:
@@ -155,12 +155,12 @@ class BucketLedger:
         unready = [slot.progress for bucket in self.order for slot in bucket.unready_slots]
         if unready:
             raise GradientSyncError(
-                f"gradients are not ready: {_join(unready)}. Run the remaining backwards, or call finish() to say that "
-                "they are over"
+                f"gradients are not ready: {join_names(unready)}. Run the remaining backwards, or call finish() to "
+                "say that they are over"
             )
 
-    def _make_hook(self, bucket: AbstractGradientBucket, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
-        def accumulated(_: torch.Tensor) -> None:
+    def _make_hook(self, bucket: AbstractGradientBucket) -> Callable[[GradientSlot], None]:
+        def accumulated(slot: GradientSlot) -> None:
             with self.lock:
                 self._on_accumulated(bucket, slot)
 
@@ -175,7 +175,8 @@ class BucketLedger:
         if self.accumulate_only:
             return
         slot.count += 1
-        if slot.done:
+        # A hook of the user that is still to come may change the gradient: it must not be on its way then.
+        if slot.listens_last() and slot.done:
             bucket.settle(slot)
             if bucket.ready:
                 self.advance()
@@ -195,7 +196,7 @@ class BucketLedger:
         self.order = [movable[index] for index in order] + [bucket for bucket in self.order if bucket not in movable]
 
 
-def _join(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
     return ", ".join(listed[:_NAMES_SHOWN]) + more

@@ -8,9 +8,12 @@ land in the buffer without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from d9d_lightning.gradients.tensors import dense_stride, local_gradient, local_tensor, wrap_like
 
@@ -53,6 +56,7 @@ class GradientSlot:
         self._alias: torch.Tensor | None = None
         self._handed: torch.Tensor | None = None
         self._range: BufferRange | None = None
+        self._handle: RemovableHandle | None = None
 
     @property
     def done(self) -> bool:
@@ -79,6 +83,19 @@ class GradientSlot:
         self.count = 0
         self.marked = False
         self.expected = None
+
+    def listen(self, accumulated: Callable[[GradientSlot], None]) -> RemovableHandle:
+        """Call ``accumulated`` after each accumulation, until the returned handle is removed."""
+        self._handle = self.parameter.register_post_accumulate_grad_hook(lambda _: accumulated(self))
+        return self._handle
+
+    def listens_last(self) -> bool:
+        """Whether no hook was registered after ours; if one was, ours comes after it from the next time on."""
+        hooks: Any = self.parameter._post_accumulate_grad_hooks
+        if self._handle is None or hooks is None or next(reversed(hooks)) == self._handle.id:
+            return True
+        hooks.move_to_end(self._handle.id)
+        return False
 
     def place(self, buffer: torch.Tensor, offset: int) -> None:
         """Give the gradient its range of a flat buffer, keeping a gradient that exists already."""

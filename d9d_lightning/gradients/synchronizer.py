@@ -13,7 +13,7 @@ from d9d_lightning.gradients.agreement import compare_replicas
 from d9d_lightning.gradients.binding import BucketRules, without_repeats
 from d9d_lightning.gradients.bucket import AbstractGradientBucket
 from d9d_lightning.gradients.elementwise import scale_in_place
-from d9d_lightning.gradients.ledger import BucketLedger
+from d9d_lightning.gradients.ledger import BucketLedger, join_names
 from d9d_lightning.gradients.plan import MeshLike, mesh_axes, read_group
 from d9d_lightning.gradients.reduction import Communicator
 from d9d_lightning.gradients.tensors import local_tensor
@@ -160,6 +160,22 @@ class GradientSynchronizer:
             raise ValueError(f"times is {times}; give the number of backwards in the step, at least 1")
         with ledger.lock:
             ledger.extrapolate(parameters, times)
+
+    def recount(self) -> None:
+        """Count this step's accumulations from zero, for a step that runs again. Gradients stay as they are.
+
+        Raises:
+            GradientSyncError: If not bound, or if gradients are being reduced already.
+        """
+        ledger = self._bound("recount")
+        with ledger.lock:
+            leaving = [slot.name for bucket in ledger.order if bucket.is_reducing for slot in bucket.slots]
+            if leaving:
+                raise GradientSyncError(
+                    f"recount() while gradients are being reduced: {join_names(leaving)}. Call wait(), or abandon() to "
+                    "drop the step"
+                )
+            ledger.begin_step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,10 +24,12 @@ class Ownership:
     Attributes:
         parameters: Ranks that hold each parameter; the first one saves and counts it.
         buffers: The rank whose unit updates each buffer.
+        stages: Stages that use each parameter. A later batch may add one, of a rank that has the parameter already.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, int]
+    stages: dict[str, tuple[int, ...]]
 
 
 def find_ownership(
@@ -49,7 +51,7 @@ def find_ownership(
         name: stage_to_rank[placement.stage_of(unit_of[id(buffer)])] if id(buffer) in unit_of else last
         for name, buffer in root.named_buffers()
     }
-    return Ownership(parameters, buffers)
+    return Ownership(parameters, buffers, stages)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,11 @@ class Pipeline:
         return self._owners.parameters
 
     @property
+    def parameter_stages(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages that use each parameter, in any batch so far."""
+        return self._owners.stages
+
+    @property
     def buffer_owners(self) -> Mapping[str, int]:
         """Pipeline rank that updates each buffer."""
         return self._owners.buffers
@@ -292,6 +297,7 @@ class Pipeline:
                         "same uses of parameters outside their own units in every batch; give an example_batch=... to "
                         "D9DStrategy that shows all of them."
                     )
+            self._owners.stages[name] = tuple(sorted({*self._owners.stages[name], *stages}))
 
     def _run_once(
         self,

@@ -22,7 +22,7 @@ from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.runtime_bridge import make_engine
 from d9d_lightning.strategy.whole import Ownership
 from d9d_lightning.strategy.world import World
-from d9d_lightning.values import Microbatch, Placement
+from d9d_lightning.values import Microbatch
 
 __all__ = [
     "SharedGroup",
@@ -32,7 +32,6 @@ __all__ = [
     "norm_weights",
     "place_module",
     "shared_groups",
-    "stage_parameters",
 ]
 
 
@@ -170,22 +169,6 @@ def shared_groups(world: World, programs: Programs, owners: Mapping[str, tuple[i
             group = dist.new_group(members, use_local_synchronization=True)
             found.append((group, tuple(names)))
     return found
-
-
-def stage_parameters(engine: Engine, placed: Placement, owned: Mapping[str, Tensor]) -> dict[int, list[Tensor]]:
-    """Parameters of this rank that one stage alone uses, by stage; shared ones wait for the end of the step.
-
-    Args:
-        engine: Knows who owns what.
-        placed: Stage of every unit.
-        owned: This rank's parameters.
-    """
-    by_stage: dict[int, list[Tensor]] = {}
-    for name, parameter in owned.items():
-        units = [unit for unit in placed.unit_stage if not unit or name.startswith(f"{unit}.")]
-        if units and len(engine.parameter_owners[name]) == 1:
-            by_stage.setdefault(placed.unit_stage[max(units, key=len)], []).append(parameter)
-    return by_stage
 
 
 def norm_weights(engine: Engine, owned: Mapping[str, Tensor], rank: int) -> dict[Tensor, float]:

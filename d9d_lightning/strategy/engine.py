@@ -31,6 +31,10 @@ class Engine(Protocol):
         """Pipeline ranks that hold each parameter; the first one saves and counts it."""
 
     @property
+    def parameter_stages(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages that use each parameter."""
+
+    @property
     def buffer_owners(self) -> Mapping[str, int]:
         """Pipeline rank that updates each buffer."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from d9d_lightning.errors import UnplannedCallError
+from d9d_lightning.errors import GradientSyncError, UnplannedCallError
 from d9d_lightning.gradients import GradientSynchronizer
 from d9d_lightning.strategy.losses import WeightWindow
 from d9d_lightning.strategy.options import StrategyOptions
@@ -22,22 +22,27 @@ __all__ = ["GradientReduction", "StageObserver"]
 class StageObserver:
     """Lets a bucket leave as soon as its stages have had their last backward of a step.
 
+    A stage's first backward tells how many gradients each of its parameters will get in all, so that buckets leave
+    inside its last backward; when that is over, those that were used unevenly leave too.
+
     Args:
         synchronizer: Told which parameters are done.
-        by_stage: Parameters that only one stage uses.
+        by_stages: Gives parameters by the stages of this rank that use them, once the batch is planned; those of
+            several stages wait for the last of these.
         num_microbatches: Backwards per stage and step.
     """
 
     def __init__(
         self,
         synchronizer: GradientSynchronizer,
-        by_stage: Mapping[int, Sequence[Tensor]],
+        by_stages: Callable[[], Mapping[tuple[int, ...], Sequence[Tensor]]],
         num_microbatches: int,
     ) -> None:
         self._synchronizer = synchronizer
-        self._by_stage = by_stage
+        self._read_stages = by_stages
+        self._by_stages: Mapping[tuple[int, ...], Sequence[Tensor]] = {}
         self._num_microbatches = num_microbatches
-        self._remaining = dict.fromkeys(by_stage, num_microbatches)
+        self._seen: dict[int, int] = {}
 
     def restart(self) -> None:
         """Count from the start again, for a batch that runs again.
@@ -45,21 +50,34 @@ class StageObserver:
         Raises:
             UnplannedCallError: A bucket has left already, with gradients that no replica can take back.
         """
-        if not all(self._remaining.values()):
+        self._seen = {}
+        try:
+            self._synchronizer.recount()
+        except GradientSyncError as error:
             raise UnplannedCallError(
                 "the step called its units in another order than any batch before, after some gradients of this batch "
                 "had been reduced over replicas. Give an example_batch=... to D9DStrategy that shows every kind of "
                 "step, or train with data_parallel_size=1."
-            )
-        self._remaining = dict.fromkeys(self._by_stage, self._num_microbatches)
+            ) from error
 
     def weights_done(self, stage: int, microbatch: int) -> None:
         """All weight gradients of a stage and microbatch are there."""
-        if stage not in self._remaining:
-            return
-        self._remaining[stage] -= 1
-        if not self._remaining[stage]:
-            self._synchronizer.mark_done(self._by_stage[stage])
+        if not self._seen:
+            self._by_stages = self._read_stages()
+        seen = self._seen[stage] = self._seen.get(stage, 0) + 1
+        if seen == self._num_microbatches:
+            self._synchronizer.mark_done(self._finished_with(stage))
+        elif seen == 1:
+            self._synchronizer.expect_repeats(self._by_stages.get((stage,), ()), self._num_microbatches)
+
+    def _finished_with(self, stage: int) -> list[Tensor]:
+        done = {one for one, seen in self._seen.items() if seen == self._num_microbatches}
+        return [
+            parameter
+            for stages, parameters in self._by_stages.items()
+            if stage in stages and done.issuperset(stages)
+            for parameter in parameters
+        ]
 
 
 class GradientReduction:
@@ -67,7 +85,7 @@ class GradientReduction:
 
     Args:
         parameters: This rank's parameters by name.
-        by_stage: Parameters that only one stage of this rank uses.
+        stages: Stages that use each parameter, by name; may grow during the run.
         shared: For each set of owners, its group and the names of the parameters that its members share.
         replicas: Group of data-parallel replicas, or None where there is one.
         options: ``bucket_size_mb`` and ``gradient_dtype``.
@@ -76,32 +94,48 @@ class GradientReduction:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        by_stage: Mapping[int, Sequence[Tensor]],
+        stages: Mapping[str, tuple[int, ...]],
         shared: Sequence[tuple[ProcessGroup, tuple[str, ...]]],
         replicas: ProcessGroup | None,
         options: StrategyOptions,
     ) -> None:
         self._replicas = replicas
-        self._by_stage = by_stage
+        self._stages = stages
         self._parameters = dict(parameters)
         groups: dict[Tensor, ProcessGroup] = {
             self._parameters[name]: group for group, names in shared for name in names
         }
+        self._shared_names = {name for _, names in shared for name in names}
         self._synchronizer: GradientSynchronizer | None = None
         if replicas is not None or groups or options.gradient_dtype is not None:
             self._synchronizer = GradientSynchronizer(
-                [sorted(self._parameters.items())],
+                self._groups_of_stages(),
                 options.bucket_size_mb,
                 None,
                 gradient_dtype=options.gradient_dtype,
             )
             self._synchronizer.bind(mesh=(replicas,) if replicas is not None else (), shared=groups)
 
+    def _groups_of_stages(self) -> list[list[tuple[str, nn.Parameter]]]:
+        # stages of one rank finish apart: in one bucket, the first would wait for the last
+        groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self._parameters.items():
+            groups.setdefault(self._stages[name], []).append((name, parameter))
+        # the synchronizer expects the last group to be ready first
+        return [groups[stages] for stages in sorted(groups, key=lambda stages: (len(stages) == 1, stages))]
+
+    def _by_stages(self) -> dict[tuple[int, ...], list[Tensor]]:
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            if name not in self._shared_names:
+                found.setdefault(self._stages[name], []).append(parameter)
+        return found
+
     def observer(self, num_microbatches: int, *, synchronize: bool) -> StageObserver | None:
         """What the executor tells about finished weight gradients of one batch."""
         if self._synchronizer is None or not synchronize:
             return None
-        return StageObserver(self._synchronizer, self._by_stage, num_microbatches)
+        return StageObserver(self._synchronizer, self._by_stages, num_microbatches)
 
     @contextmanager
     def step(self, *, synchronize: bool) -> Iterator[None]:

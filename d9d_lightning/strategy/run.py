@@ -25,7 +25,6 @@ from d9d_lightning.strategy.assembly import (
     norm_weights,
     place_module,
     shared_groups,
-    stage_parameters,
 )
 from d9d_lightning.strategy.callbacks import CallbackAdapters
 from d9d_lightning.strategy.clip import bind_clipping
@@ -196,8 +195,8 @@ class Run:
             self._world.position.data,
             self._world.axes.data,
         )
-        by_stage = stage_parameters(self.placed.engine, self.placed.placement, self.owned)
-        self._reduction = GradientReduction(self.owned, by_stage, self._shared, replicas, self._options)
+        stages = self.placed.engine.parameter_stages
+        self._reduction = GradientReduction(self.owned, stages, self._shared, replicas, self._options)
         self._training = TrainingSteps(session, self._reduction)
         self._evaluation = EvaluationSteps(session)
         world_group = torch.distributed.group.WORLD if groups is not None else None
