@@ -113,6 +113,7 @@ class Trace:
         written_parameters: Parameters that glue writes into (an average kept by the step), with what the new content
             is made of: values, and names of parameters.
         overwritten_inputs: Positions, among the tensors of the step's arguments, of those changed in place.
+        joined: Sets of calls that must share a stage, because a differentiation in the step goes through them.
     """
 
     calls: tuple[UnitCall, ...]
@@ -123,6 +124,7 @@ class Trace:
     changed_state: tuple[str, ...] = ()
     written_parameters: Mapping[str, frozenset[ValueId | str]] = field(default_factory=dict)
     overwritten_inputs: frozenset[int] = frozenset()
+    joined: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -432,6 +433,52 @@ class Contrastive(StepModule):
         return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
 
 
+class Forces(Residual):
+    """The gradient of an energy by its own input is a prediction too: every layer lies in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        position = x.clone().requires_grad_()
+        energy = self.head(self.body(position)).logsumexp(-1)
+        (force,) = torch.autograd.grad(energy.sum(), position, create_graph=True)
+        return F.mse_loss(energy, y.float()) + F.mse_loss(force, x)
+
+
+class HalfwayPenalty(Residual):
+    """The gradient by an activation is penalised: only the layers after it lie in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for layer in list(self.blocks)[:4]:
+            x = x + layer(x)
+        middle = x
+        for layer in list(self.blocks)[4:]:
+            x = x + layer(x)
+        out = self.head(x)
+        (slope,) = grad(out.square().sum(), middle, create_graph=True)
+        return F.cross_entropy(out, y) + 0.1 * slope.square().mean() + 0.1 * (middle * slope.detach()).mean()
+
+
+class WeightSlope(Residual):
+    """Two losses are balanced by the norm of their gradients by the weight of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, 1)
+        self.weights = nn.Parameter(torch.tensor([0.7, 1.2]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.body(x)
+        losses = [F.cross_entropy(self.head(x), y), self.second(x).square().mean()]
+        shared = self.blocks[5][0].weight
+        norms = [
+            torch.autograd.grad(weight * loss, shared, retain_graph=True, create_graph=True)[0].norm()
+            for weight, loss in zip(self.weights, losses, strict=True)
+        ]
+        return losses[0] + losses[1] + (norms[0] - norms[1].detach()).abs()
+
+
 def pairs(index: int, size: int = 8) -> tuple[Tensor, Tensor]:
     """Samples and classes."""
     source = torch.Generator().manual_seed(index)
@@ -506,5 +553,8 @@ CASES: dict[str, Case] = {
         Case(Structures, pairs),
         Case(DirectForward, pairs),
         Case(Contrastive, pairs, SAME_MICROBATCHES),
+        Case(Forces, pairs, SAME_MICROBATCHES),
+        Case(HalfwayPenalty, pairs, SAME_MICROBATCHES),
+        Case(WeightSlope, pairs, SAME_MICROBATCHES),
     ]
 }

@@ -1,41 +1,113 @@
-"""Refusing to differentiate in the middle of a step."""
+"""``torch.autograd.grad`` in the middle of a step.
+
+The graph behind a value ends where its stage ends, so everything between what is differentiated and what it is
+differentiated by must lie on one stage. There the differentiation runs as a call of a unit without parameters; other
+stages get its result as they get that of any unit. Gradient penalties, forces that are derivatives of an energy,
+physics-informed losses and inner loops train so.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from d9d_lightning.errors import PartitionError
-from d9d_lightning.partition.interception import CallPolicy, Interceptor
+from d9d_lightning.partition.provenance import Source
 from d9d_lightning.partition.user_code import describe_user_line
+from d9d_lightning.values import UnitCall, ValueId
 
-__all__ = ["no_differentiation"]
+__all__ = ["DIFFERENTIATION", "calls_between", "differentiation_routed", "differentiation_unit"]
+
+DIFFERENTIATION = "torch.autograd.grad"
+"""Name of the unit that stands for every differentiation of a step."""
+
+_ENGINE = "_engine_run_backward"
+_UNIT = nn.Module()
+
+Route = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def differentiation_unit() -> nn.Module:
+    """The module that stands for it: no parameters, never called."""
+    return _UNIT
 
 
 @contextlib.contextmanager
-def no_differentiation(interceptor: Interceptor, tracer: CallPolicy) -> Iterator[None]:
-    """Refuse ``torch.autograd.grad`` and ``backward`` in glue: the graph behind a value ends at its stage."""
-    originals = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
+def differentiation_routed(current_route: Callable[[], Route | None]) -> Iterator[None]:
+    """Send every differentiation within the block to the active policy.
 
-    def guard(name: str) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            if interceptor.is_inside(tracer):
-                return originals[name](*args, **kwargs)
-            raise PartitionError(
-                f"{describe_user_line()} calls torch.autograd.{name} between units. The graph behind a value ends "
-                "where its stage ends, so a step cannot differentiate through several units. Expected: the "
-                "differentiated part inside one unit; name it with units=[...] in D9DStrategy, or use one process."
-            )
+    ``torch.autograd.grad`` is often imported by name before it could be replaced; the function that it looks up at
+    each call is replaced instead.
 
-        return guarded
+    Args:
+        current_route: How the policy of this moment answers a call of a unit, or None where there is no policy.
+    """
+    original = getattr(torch.autograd, _ENGINE)
 
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        route = current_route()
+        if route is None:
+            return original(outputs, *args, **kwargs)
+        _check(outputs, kwargs)
+        return route(DIFFERENTIATION, _UNIT, original, (outputs, *args), kwargs)
+
+    setattr(torch.autograd, _ENGINE, run)
     try:
-        for name in originals:
-            setattr(torch.autograd, name, guard(name))
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.autograd, name, original)
+        setattr(torch.autograd, _ENGINE, original)
+
+
+def _check(outputs: Any, kwargs: dict[str, Any]) -> None:
+    transformed = any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in outputs)
+    if not transformed and not kwargs.get("accumulate_grad"):
+        return
+    what = "a transform of torch.func" if transformed else "backward"
+    raise PartitionError(
+        f"{describe_user_line()} uses {what} between units. Its graph would end where a stage ends. Expected: "
+        "torch.autograd.grad, whose units are kept on one stage; or this part inside one unit, which you name with "
+        "units=[...] in D9DStrategy."
+    )
+
+
+def calls_between(
+    calls: Sequence[UnitCall],
+    outputs: frozenset[Source],
+    inputs: Sequence[frozenset[Source]],
+    holds: Callable[[str, frozenset[Source]], bool],
+) -> frozenset[int]:
+    """Numbers of the calls that a gradient passes through on its way from outputs to inputs.
+
+    Args:
+        calls: The calls so far.
+        outputs: Where what is differentiated comes from.
+        inputs: For each tensor to differentiate by, where it comes from; nothing for a tensor of the batch, which may
+            have gone into any call.
+        holds: Whether a unit holds one of the named parameters.
+    """
+    behind = _ancestors(calls, outputs)
+    if not all(inputs):
+        return behind
+    sources = frozenset().union(*inputs)
+    after: set[int] = set()
+    for number, call in enumerate(calls):
+        reads = call.needs | call.raw_parameters
+        later = any(value.call in after for value in call.needs)
+        if later or reads & sources or holds(call.unit, sources):
+            after.add(number)
+    return behind & after
+
+
+def _ancestors(calls: Sequence[UnitCall], sources: frozenset[Source]) -> frozenset[int]:
+    found: set[int] = set()
+    waiting = [source.call for source in sources if isinstance(source, ValueId)]
+    while waiting:
+        number = waiting.pop()
+        if number not in found:
+            found.add(number)
+            waiting.extend(value.call for value in calls[number].needs)
+    return frozenset(found)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from d9d_lightning.partition.differentiation import differentiation_routed
 from d9d_lightning.partition.regions import regions_routed
 
 __all__ = ["CallPolicy", "Interceptor"]
@@ -53,7 +54,7 @@ class Interceptor:
                     self._patch(name, module, attribute, saved)
             for target, attribute in self.sinks:
                 self._patch_sink(target, attribute, saved)
-            with regions_routed(lambda: self._policy):
+            with regions_routed(lambda: self._policy), differentiation_routed(self._route):
                 yield
         finally:
             for target, attribute, old in reversed(saved):
@@ -90,6 +91,9 @@ class Interceptor:
 
         target.__dict__[attribute] = route
 
+    def _route(self) -> Callable[..., Any] | None:
+        return None if self._policy is None else self._policy.call
+
     @contextlib.contextmanager
     def policy(self, policy: CallPolicy) -> Iterator[None]:
         """Route calls to ``policy`` within the block."""
@@ -99,10 +103,6 @@ class Interceptor:
             yield
         finally:
             self._policy = before
-
-    def is_inside(self, policy: CallPolicy) -> bool:
-        """Whether a unit is running for ``policy`` right now."""
-        return self._policy is not policy
 
     def run_inside(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit itself; calls of units nested in it are not routed."""

@@ -30,10 +30,11 @@ def group_units(trace: Trace) -> list[list[str]]:
             if producer != call.unit:
                 after[producer].add(call.unit)
         if call.region is not None:
-            first = regions.setdefault(call.region, call.unit)
-            if first != call.unit:
-                after[first].add(call.unit)
-                after[call.unit].add(first)
+            _join(after, regions.setdefault(call.region, call.unit), call.unit)
+    for together in trace.joined:
+        first = trace.calls[min(together)].unit
+        for number in together:
+            _join(after, first, trace.calls[number].unit)
     reach = {unit: _reachable(unit, after) for unit in order}
     groups: list[list[str]] = []
     grouped: set[str] = set()
@@ -43,6 +44,13 @@ def group_units(trace: Trace) -> list[list[str]]:
             grouped.update(group)
             groups.append(group)
     return _topological(groups, reach)
+
+
+def _join(after: Mapping[str, set[str]], one: str, other: str) -> None:
+    """Give two units one stage, as if each needed the other."""
+    if one != other:
+        after[one].add(other)
+        after[other].add(one)
 
 
 def _reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:

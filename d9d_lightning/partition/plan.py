@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from d9d_lightning.errors import PartitionError
+from d9d_lightning.partition.differentiation import DIFFERENTIATION
 from d9d_lightning.partition.structure import Constant, Leaf
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.values import Boundary, Placement, Plan, Trace, ValueId
@@ -22,6 +23,7 @@ def make_plan(root: nn.Module, units: Mapping[str, nn.Module], trace: Trace, pla
         PartitionError: A value would have to flow to an earlier stage.
     """
     last = placement.num_stages - 1
+    _check_differentiation(trace, placement)
     stage_of_call = [placement.stage_of(call.unit) for call in trace.calls]
     homes = parameter_stages(root, units, trace, placement)
     needed_at: dict[ValueId, int] = {}
@@ -56,6 +58,19 @@ def make_plan(root: nn.Module, units: Mapping[str, nn.Module], trace: Trace, pla
         shared={name: stages for name, stages in homes.items() if len(stages) > 1},
         digest=_digest(trace, placement),
     )
+
+
+def _check_differentiation(trace: Trace, placement: Placement) -> None:
+    for together in trace.joined:
+        units = list(dict.fromkeys(trace.calls[number].unit for number in sorted(together)))
+        if len({placement.unit_stage.get(unit) for unit in units}) > 1:
+            between = [unit for unit in units if unit != DIFFERENTIATION]
+            raise PartitionError(
+                f"the step now calls {DIFFERENTIATION} through the units {between!r}, which do not share a stage, as the "
+                "step that the placement was made from did not differentiate through them. Expected: the same "
+                "differentiation in the first batch; give an example_batch=... to D9DStrategy that shows it, name a "
+                "unit around these with units=[...], or keep them together with split_points=[...]."
+            )
 
 
 def _boundaries(needed_at: Mapping[ValueId, int], stage_of_call: list[int], num_stages: int) -> tuple[Boundary, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from d9d_lightning.partition.differentiation import no_differentiation
+from d9d_lightning.partition.differentiation import DIFFERENTIATION, calls_between
 from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
 from d9d_lightning.partition.flops import FlopCounter
 from d9d_lightning.partition.interception import Interceptor
@@ -129,7 +129,6 @@ def trace_step(
                 interceptor.installed(),
                 torch.compiler.set_stance("force_eager"),
                 interceptor.policy(tracer),
-                no_differentiation(interceptor, tracer),
             ):
                 tracer.run(lambda: step(*inputs[0], **inputs[1]))
             trace = tracer.finish(snapshot)
@@ -206,7 +205,7 @@ class _Tracer:
         self._tail: set[Source] = set()
         self._region: int | None = None
         self._num_regions = 0
-        self._inputs: dict[int, int] = {}
+        self._joined: list[frozenset[int]] = []
         self._random_at_entry = RandomState()
 
     def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
@@ -233,6 +232,8 @@ class _Tracer:
         self, unit: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         provenance = self._provenance
+        if unit == DIFFERENTIATION:
+            self._joined.append(self._calls_behind(args) | {len(self._calls)})
         needs = provenance.sources((args, kwargs)) | provenance.read
         own = {id(provenance.cell(p)) for p in module.parameters()}
         for parameter in module.parameters():  # weights swapped in by functional_call are inputs too
@@ -267,6 +268,16 @@ class _Tracer:
             return original(*args, **kwargs) if _is_metric(original) else None
 
     # -- parts ------------------------------------------------------------------------------------------------------
+    def _calls_behind(self, args: tuple[Any, ...]) -> frozenset[int]:
+        """The calls that a differentiation goes through."""
+        outputs, inputs, sources = args[0], args[4], self._provenance.sources
+
+        def holds(unit: str, names: frozenset[Source]) -> bool:
+            module = self._interceptor.units.get(unit)
+            return module is not None and bool(sources(list(module.parameters())) & names)
+
+        return calls_between(self._calls, sources(outputs), [sources(tensor) for tensor in inputs], holds)
+
     def _observe(
         self,
         module: nn.Module,
@@ -352,6 +363,7 @@ class _Tracer:
             changed_state=changed,
             written_parameters={n: s - {n} for (kind, n), s in provenance.writes.items() if kind == "parameter"},
             overwritten_inputs=frozenset(n for kind, n in provenance.writes if kind == "input"),
+            joined=tuple(self._joined),
         )
 
 

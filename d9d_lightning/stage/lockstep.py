@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.trace import ObservedCall
@@ -49,6 +50,12 @@ class LockstepExchange:
 
         An exception of the owner is raised on every rank.
         """
+        if unit not in self._placement.unit_stage:
+            raise PartitionError(
+                f"the step calls {unit}, which the step that the placement was made from did not. Expected: the same "
+                "differentiation in training; or this part inside one unit, which you name with units=[...] in "
+                "D9DStrategy."
+            )
         owner = self._stage_to_rank[self._placement.stage_of(unit)]
         if owner != self._rank:
             message = self._share(None, owner)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import PartitionError, PlaceholderReadError
+from d9d_lightning.partition.differentiation import DIFFERENTIATION, differentiation_unit
 from d9d_lightning.partition.effects import Effects
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placement import group_units, place_units
@@ -152,14 +153,31 @@ class Planner:
         if not self.units:
             raise PartitionError("the module has no parameters, so there is nothing to place on stages")
         trace = self._trace_until_units_are_called(step, microbatch)
-        while len(group_units(trace)) < len(stage_to_rank):
-            finer = split_largest(self.units, {call.unit for call in trace.calls})
+        while len(groups := group_units(trace)) < len(stage_to_rank):
+            # the parts of what a differentiation goes through would have to share a stage again
+            finer = split_largest(self.units, [u for group in groups if DIFFERENTIATION not in group for u in group])
             if finer is None:
                 break
             trace = self._trace_with(finer[0], step, microbatch)
         self.setup_trace = trace
         self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
+        self._note_empty_stages(groups)
         return self.placement
+
+    def _note_empty_stages(self, groups: Sequence[Sequence[str]]) -> None:
+        placement = self.placement
+        if placement is None or len(groups) >= placement.num_stages:
+            return
+        together = max(groups, key=len, default=())
+        why = ""
+        if len(together) > 1:
+            reason = "a differentiation goes through them" if DIFFERENTIATION in together else "they need each other"
+            names = [unit for unit in together if unit != DIFFERENTIATION]
+            why = f"; {len(names)} units ({names[0]!r}, ...) share a stage, because {reason}"
+        self.notes.append(
+            f"{placement.num_stages - len(groups)} of {placement.num_stages} stages have no unit and only pass values "
+            f"on, because the step has {len(groups)} parts that can be placed apart{why}"
+        )
 
     def place_by_registration(self, stage_to_rank: Sequence[int]) -> Placement:
         """Fix the placement without a batch: the order of registration stands for the order of calls."""
@@ -172,6 +190,8 @@ class Planner:
     def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Units whose parts are called one by one from outside are replaced by these parts."""
         trace = self.trace(step, microbatch)
+        if trace.joined:
+            self.units[DIFFERENTIATION] = differentiation_unit()
         for _ in range(8):
             called = {call.unit for call in trace.calls}
             read = set(trace.tail_parameters).union(*(call.raw_parameters for call in trace.calls))

@@ -118,12 +118,27 @@ def test_a_value_inside_a_reentrant_region_has_a_gradient() -> None:
     assert [call.values[0].requires_grad for call in trace(Net(), step).calls] == [True, True]
 
 
-def test_differentiating_between_units_is_refused() -> None:
-    """``torch.autograd.grad`` in glue names the user's line and the remedy."""
+def test_a_differentiation_says_what_it_goes_through() -> None:
+    """``torch.autograd.grad`` in glue is a call of its own, joined with the calls between its outputs and inputs."""
 
     def step(root: Net, x: Tensor) -> Tensor:
-        y = root.layers[1](root.layers[0](x.requires_grad_()))
-        return y.sum() + torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().sum()
+        y = root.layers[0](x.requires_grad_())
+        z = root.layers[3](root.layers[2](root.layers[1](y)))
+        return z.sum() + torch.autograd.grad(root.layers[4](z).sum(), z, create_graph=True)[0].square().sum()
 
-    with pytest.raises(PartitionError, match=r"test_trace\.py:\d+.*torch\.autograd\.grad between units.*units=\["):
+    found = trace(Net(), step)
+    assert [call.unit for call in found.calls] == [*(f"layers.{i}" for i in range(5)), "torch.autograd.grad"]
+    assert found.joined == (frozenset({4, 5}),)
+
+
+@pytest.mark.parametrize("what", ["backward", "a transform of torch.func"])
+def test_differentiating_otherwise_between_units_is_refused(what: str) -> None:
+    """``backward`` and functional transforms over units name the user's line and the remedy."""
+
+    def step(root: Net, x: Tensor) -> Tensor:
+        if what == "backward":
+            root.layers[0](x).sum().backward()
+        return torch.func.vmap(torch.func.jacrev(root.layers[1]))(x).sum()
+
+    with pytest.raises(PartitionError, match=rf"test_trace\.py:\d+.*uses {what} between units.*units=\["):
         trace(Net(), step)
