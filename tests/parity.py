@@ -169,23 +169,40 @@ def _assert_tensor(what: str, expected: Tensor | None, got: Tensor | None, exact
     assert error <= 1e-5 * largest + 1e-9, f"{what}: differs by {error:.3g}, largest {largest:.3g}"
 
 
-def assert_same_outcome(before: nn.Module, expected: Trained, got: Trained, *, apart_from: str = "") -> None:
+def assert_same_outcome(
+    before: nn.Module, expected: Trained, got: Trained, *, unseen: tuple[str, slice] | None = None
+) -> None:
     """Every parameter and buffer agrees, each within 1e-5 of its largest value and 1e-3 of its update.
 
     Args:
         before: The module before training.
         expected: One device.
         got: A pipeline.
-        apart_from: Parameters whose names end so are not compared.
+        unseen: How names of parameters end of which a slice has no effect on the loss. There both must have gradients
+            that are rounding noise, which is not compared.
     """
     initial, theirs = dict(before.named_parameters()), dict(expected.module.named_parameters())
     for name, parameter in got.module.named_parameters():
-        if not apart_from or not name.endswith(apart_from):
-            assert_close(f"parameter {name}", theirs[name].detach(), parameter.detach(), initial[name].detach())
+        three = [theirs[name].detach(), parameter.detach(), initial[name].detach()]
+        if unseen is not None and name.endswith(unseen[0]):
+            assert_noise(name, expected, unseen[1])
+            assert_noise(name, got, unseen[1])
+            seen = torch.ones(parameter.shape, dtype=torch.bool)
+            seen[unseen[1]] = False
+            three = [tensor[seen] for tensor in three]
+        assert_close(f"parameter {name}", *three)
     buffers = dict(expected.module.named_buffers())
     for name, buffer in got.module.named_buffers():
         assert_close(f"buffer {name}", buffers[name], buffer, torch.zeros_like(buffer))
     assert all(stage.is_clean for run in got.runs for stage in run.stages)
+
+
+def assert_noise(name: str, trained: Trained, part: slice) -> None:
+    """The gradients of a part of a parameter are nothing beside those of the model."""
+    for step, gradients in enumerate(trained.gradients):
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+        gradient = gradients[name]
+        assert gradient is not None and float(gradient[part].abs().max()) <= 1e-7 * largest, f"{name} in step {step}"
 
 
 def assert_close(what: str, expected: Tensor, got: Tensor, before: Tensor) -> None:

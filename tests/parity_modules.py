@@ -517,14 +517,14 @@ class Case:
         make: Builds the module.
         batch: The batch of a number.
         reference: What it must equal.
-        key_bias: How the names of attention's key biases end. Softmax does not see them, so their gradient is rounding
-            noise, of which AdamW makes whole steps.
+        key_bias: How the names of attention's key biases end, and which part of them is that of the keys. Softmax does
+            not see it, so its gradient is rounding noise, of which AdamW makes whole steps.
     """
 
     make: Callable[[], StepModule]
     batch: Callable[..., Any]
     reference: str = WHOLE
-    key_bias: str = ""
+    key_bias: tuple[str, slice] | None = None
 
     @property
     def name(self) -> str:
