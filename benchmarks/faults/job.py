@@ -1,123 +1,21 @@
-"""A small training job that goes wrong in one chosen way: what, where, on which rank, at which batch."""
+"""A small training job that a :class:`benchmarks.faults.fault.Fault` strikes at one of its places."""
 
 from __future__ import annotations
 
 import os
-import random
-import signal
-import threading
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.faults.ranks import note_moment
+from benchmarks.faults.fault import BLOCKS, LOOPS, MESSAGE, BadLabelError, Fault, Trigger
 from d9d_lightning import D9DStrategy
 
-MESSAGE = "label 77 is out of range"
-BLOCKS = 6
-PLACES = ("step", "forward", "backward", "loss", "hook", "callback", "loader")
-KINDS = ("raise", "kill", "exit", "stop", "interrupt", "terminate", "hang")
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "interrupt": signal.SIGINT,
-    "terminate": signal.SIGTERM,
-}
-
-
-class BadLabelError(ValueError):
-    """What a user's own code raises."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong, once.
-
-    Attributes:
-        kind: What happens, one of KINDS.
-        place: In which code, one of PLACES.
-        rank: On which process; None: on whichever comes there first. Units run on one rank each anyway.
-        batch: In which batch.
-        block: In which block of the network, for the places ``forward`` and ``backward``.
-    """
-
-    kind: str
-    place: str
-    rank: int | None = None
-    batch: int = 2
-    block: int = 1
-
-    @property
-    def name(self) -> str:
-        """Short text for tables."""
-        where = f"{self.place} of block {self.block}" if self.place in ("forward", "backward") else self.place
-        return f"{self.kind} in {where}" + ("" if self.rank is None else f", rank {self.rank}")
-
-    @property
-    def told(self) -> str:
-        """What the first error that is shown must say; empty where no error has to be shown."""
-        return {
-            "raise": MESSAGE,
-            "kill": "is gone",
-            "exit": "is gone",
-            "stop": "was stopped (SIGSTOP)",
-            "interrupt": "KeyboardInterrupt",
-            "terminate": "",
-            "hang": "meanwhile rank",
-        }[self.kind]
-
-    def strike(self) -> None:
-        """Let it happen, here and now."""
-        note_moment()
-        if self.kind == "raise":
-            raise BadLabelError(MESSAGE)
-        if self.kind == "exit":
-            os._exit(17)
-        if self.kind == "hang":
-            threading.Event().wait()
-        os.kill(os.getpid(), SIGNALS[self.kind])
-        if self.kind == "stop":
-            # the process goes on a little before a signal to itself takes effect
-            threading.Event().wait(0.2)
-
-    @classmethod
-    def draw(cls, generator: random.Random, ranks: int, batches: int) -> Fault:
-        """A random one."""
-        return cls(
-            generator.choice(KINDS),
-            generator.choice(PLACES),
-            generator.choice(range(ranks)),
-            generator.randrange(batches),
-            generator.randrange(BLOCKS),
-        )
-
-
-class Trigger:
-    """Strikes when the chosen place is reached in the chosen batch."""
-
-    def __init__(self, fault: Fault | None, rank: int) -> None:
-        self._fault = fault
-        self._rank = rank
-        self.batch = -1
-        self.struck = False
-
-    def reach(self, place: str, block: int | None = None) -> None:
-        """The job has come to a place."""
-        fault = self._fault
-        if fault is None or self.struck or fault.place != place or self.batch != fault.batch:
-            return
-        if place in ("forward", "backward"):
-            if fault.block != block:
-                return
-        elif fault.rank is not None and fault.rank != self._rank:
-            return
-        self.struck = True
-        fault.strike()
+__all__ = ["MESSAGE", "BadLabelError", "Fault", "Job", "run_loop", "train"]
 
 
 class _Reach(torch.autograd.Function):
@@ -149,18 +47,60 @@ class Block(nn.Module):
 
 
 class Job(L.LightningModule):
-    """A classifier with a trigger at every place."""
+    """A classifier with a trigger at every place.
 
-    def __init__(self, trigger: Trigger) -> None:
+    Args:
+        trigger: Told of every place.
+        reads: Whether evaluation steps read an activation, and so run in lockstep.
+    """
+
+    def __init__(self, trigger: Trigger, reads: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(index, trigger) for index in range(BLOCKS))
         self.head = nn.Linear(8, 3)
         self._trigger = [trigger]
-        self.losses: list[float] = []
+        self._reads = reads
+
+    def setup(self, stage: str) -> None:
+        self._trigger[0].reach("setup")
+
+    def configure_model(self) -> None:
+        self._trigger[0].reach("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self._trigger[0].reach("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        self._trigger[0].reach("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self._trigger[0].reach("on_train_start")
+
+    def on_train_epoch_end(self) -> None:
+        self._trigger[0].reach("on_train_epoch_end")
+
+    def on_train_end(self) -> None:
+        self._trigger[0].reach("on_train_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self._trigger[0].reach("epoch end")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self._trigger[0].reach("on_save_checkpoint")
+        checkpoint["written"] = Written(self._trigger[0])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._trigger[0].batch = batch_idx
-        self._trigger[0].reach("hook")
+        self._trigger[0].begin("train", batch_idx)
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._trigger[0].begin("validation", batch_idx)
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._trigger[0].begin("test", batch_idx)
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._trigger[0].begin("predict", batch_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, labels = batch
@@ -172,8 +112,52 @@ class Job(L.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._evaluate(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self._evaluate(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> Tensor:
+        x, labels = batch
+        self._trigger[0].reach("step")
+        for block in self.blocks:
+            x = block(x)
+            if self._reads and x.abs().max() > 1e6:
+                break
+        loss = F.cross_entropy(self.head(x), labels)
+        self._trigger[0].reach("loss")
+        return loss
+
+
+class Written:
+    """Part of a checkpoint, and reached while the file is written."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        self._trigger = trigger
+
+    def __reduce__(self) -> Any:
+        self._trigger.reach("file")
+        return (str, ())
+
+
+class Records(Logger):
+    """A logger of the user."""
+
+    name = version = "records"
+
+    def __init__(self, trigger: Trigger) -> None:
+        super().__init__()
+        self._trigger = trigger
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._trigger.reach("logger")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Not kept."""
 
 
 class Reaching(L.Callback):
@@ -187,19 +171,29 @@ class Reaching(L.Callback):
         self.losses.append(float(outputs["loss"]))
         self._trigger.reach("callback")
 
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self._trigger.reach("callback")
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        self._trigger.reach("callback")
+
+    def on_predict_batch_end(self, *args: Any) -> None:
+        self._trigger.reach("callback")
+
 
 class Samples(Dataset[tuple[Tensor, int]]):
     """Random features; reading one may fail. The loader is one batch ahead of the training."""
 
-    def __init__(self, trigger: Trigger, count: int) -> None:
+    def __init__(self, trigger: Trigger, count: int, loop: str) -> None:
         self._trigger = trigger
+        self._loop = loop
         self._features = torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
 
     def __len__(self) -> int:
         return len(self._features)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self._trigger.reach("loader")
+        self._trigger.reach("loader", loop=self._loop)
         return self._features[index], index % 3
 
 
@@ -211,6 +205,7 @@ def train(
     callbacks: list[Any] | None = None,
     ranks: int = 2,
     nodes: int = 1,
+    trainer: dict[str, Any] | None = None,
     **strategy: Any,
 ) -> list[float]:
     """Fit the job on this process, one of several.
@@ -222,25 +217,74 @@ def train(
         callbacks: Further callbacks.
         ranks: Number of processes on this host.
         nodes: Number of hosts.
-        strategy: Further arguments of ``D9DStrategy``.
+        trainer: Further arguments of ``Trainer``.
+        strategy: Further arguments of :func:`run_loop` or of ``D9DStrategy``.
 
     Returns:
         The loss of every batch.
     """
+    return run_loop("fit", fault, schedule, batches, callbacks, ranks, nodes, trainer=trainer, **strategy)
+
+
+def run_loop(
+    method: str,
+    fault: Fault | None = None,
+    schedule: str = "zbv",
+    batches: int = 6,
+    callbacks: list[Any] | None = None,
+    ranks: int = 2,
+    nodes: int = 1,
+    *,
+    evaluate: bool = False,
+    reads: bool = False,
+    log: bool = False,
+    trainer: dict[str, Any] | None = None,
+    **strategy: Any,
+) -> list[float]:
+    """Run one method of a trainer on this process, one of several.
+
+    Args:
+        method: One of LOOPS.
+        fault: As for :func:`train`, and so are the arguments that are not named here.
+        schedule: Name of the schedule.
+        batches: Number of batches.
+        callbacks: Further callbacks.
+        ranks: Number of processes on this host.
+        nodes: Number of hosts.
+        evaluate: Whether a fit has two batches of validation after its epoch.
+        reads: Whether evaluation steps read an activation, and so run in lockstep.
+        log: Whether there is a logger.
+        trainer: Further arguments of ``Trainer``.
+        strategy: Further arguments of ``D9DStrategy``.
+
+    Returns:
+        The loss of every training batch.
+    """
     L.seed_everything(7, verbose=False)
     trigger = Trigger(fault, int(os.environ["RANK"]))
     reaching = Reaching(trigger)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        num_nodes=nodes,
-        strategy=D9DStrategy(schedule, num_microbatches=4, **strategy),
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=bool(callbacks),
-        callbacks=[reaching, *(callbacks or [])],
-    )
-    trainer.fit(Job(trigger), DataLoader(Samples(trigger, 8 * batches), batch_size=8))
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": ranks,
+        "num_nodes": nodes,
+        "strategy": D9DStrategy(schedule, num_microbatches=4, **strategy),
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "logger": Records(trigger) if log else False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": bool(callbacks),
+        "callbacks": [reaching, *(callbacks or [])],
+    }
+    run = getattr(L.Trainer(**(arguments | (trainer or {}))), method)
+    loader = DataLoader(Samples(trigger, 8 * batches, LOOPS[method]), batch_size=8)
+    if method == "fit":
+        run(
+            Job(trigger, reads),
+            loader,
+            DataLoader(Samples(trigger, 16, "validation"), batch_size=8) if evaluate else None,
+        )
+    else:
+        run(Job(trigger, reads), loader)
     return reaching.losses

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d9d_lightning.errors import PartitionError, PipelineError, RankFailedError
-from d9d_lightning.runtime.groups import PipelineGroups
+from d9d_lightning.runtime.groups import PipelineGroups, maximum_over
 from d9d_lightning.stage.signature import Described, Signature
 from d9d_lightning.values import StepStatus
 
@@ -78,6 +80,46 @@ class Agreement:
         self._groups = groups
         self._rank = rank
         self._batches = 0
+        self._common: Exception | None = None
+        self._first: tuple[bool, float, str] | None = None
+
+    def is_common(self, error: BaseException) -> bool:
+        """Whether all ranks, those of replicas included, raise because of this one, and the groups stay usable."""
+        return error is self._common
+
+    @contextmanager
+    def with_replicas(self) -> Iterator[None]:
+        """Around what the ranks of a pipeline do together: where one pipeline fails as a whole, its replicas raise too.
+
+        An exception that this rank meets alone goes through at once, since nobody waits for it here.
+
+        Raises:
+            RankFailedError: A replica failed and this pipeline did not.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if error is not self._common:
+                raise
+            failure = error
+        self._join(failure)
+
+    def _join(self, failure: Exception | None) -> None:
+        everyone = self._groups.everyone if self._groups is not None else None
+        if everyone is not None and maximum_over([int(failure is not None)], everyone)[0]:
+            own = None if failure is None or self._first is None else (*self._first, self._name())
+            found: list[Any] = [None] * dist.get_world_size(everyone)
+            dist.all_gather_object(found, own, group=everyone)
+            if failure is None:
+                *_, text, name = min(entry for entry in found if entry is not None)
+                raise self._commonly(remote_error(f"{name}, of another replica,", text))
+        if failure is not None:
+            raise failure
+
+    def _commonly(self, error: Exception) -> Exception:
+        self._common = error
+        return error
 
     def before(self, batch: Sequence[Described], needs_plan: bool) -> bool:
         """Whether some rank needs a new plan for this batch.
@@ -92,12 +134,14 @@ class Agreement:
         own = fingerprint(batch, thorough=thorough)
         largest, negated_smallest, needed = self._groups.maximum([own, -own, int(needs_plan)])
         if largest != -negated_smallest:
-            raise BatchMismatchError(
+            error = BatchMismatchError(
                 f"the ranks of this pipeline were given different batches (batch {self._batches} of this run; this is "
                 f"rank {self._rank}). Expected: the same samples in the same order, with the same random augmentation. "
                 "Seed everything that the data set draws (seed_everything(..., workers=True)), or type "
                 "D9DStrategy(broadcast_batches=True) to load on one rank and send to the others."
             )
+            self._first = (False, time.time(), headline(error))
+            raise self._commonly(error)
         return bool(needed)
 
     def compare(self, what: str, digest: str, error: Exception | None) -> None:
@@ -106,18 +150,22 @@ class Agreement:
             if error is not None:
                 raise error
             return
+        self._first = None
         problem = None if error is None else f"while it made its {what}: {headline(error)}\n{describe(error)}"
         found = self._groups.gather((digest, problem))
         if error is not None:
-            raise error
+            self._first = (is_secondhand(error), time.time(), str(problem))
+            raise self._commonly(error)
         for rank, (_, problem) in enumerate(found):
             if problem is not None:
-                raise remote_error(self._name(rank), problem)
+                raise self._commonly(remote_error(self._name(rank), problem))
         if any(other != digest for other, _ in found):
-            raise PartitionError(
+            different = PartitionError(
                 f"ranks made different {what}s: {[other for other, _ in found]}. Expected: the same module and the "
                 "same batch on every rank of a pipeline; check that the loader gives all ranks the same batches."
             )
+            self._first = (False, time.time(), headline(different))
+            raise self._commonly(different)
 
     def after(self, status: StepStatus, news: list[Any]) -> tuple[StepStatus, list[Any]]:
         """The worst status of all ranks, and what any of them has to tell, equal on all.
@@ -145,16 +193,22 @@ class Agreement:
 
         A rank that goes on with the zeros of a failed one may fail too; that is not what the user wants to read.
         """
-        own = None
+        own = self._first = None
         if failure is not None:
             text = f"in {where}: {headline(failure)}\n{describe(failure)}"
-            own = (failed_at, self._rank, text)
+            own = (is_secondhand(failure), failed_at, self._rank, text)
             failure.add_note(f"({self._name()} failed in {where})")
         if self._groups is not None:
-            _, rank, text = min(entry for entry in self._groups.gather(own) if entry is not None)
+            secondhand, at, rank, text = min(entry for entry in self._groups.gather(own) if entry is not None)
             if rank != self._rank:
-                raise remote_error(self._name(rank), text)
-        raise failure if failure is not None else PipelineError("the step failed, but no rank said why")
+                raise self._commonly(remote_error(self._name(rank), text))
+            self._first = (secondhand, at, text)
+        raise self._commonly(failure or PipelineError("the step failed, but no rank said why"))
+
+
+def is_secondhand(error: BaseException) -> bool:
+    """Whether an error only passes on what another rank has said."""
+    return isinstance(error, RankFailedError)
 
 
 def headline(error: BaseException) -> str:

@@ -39,6 +39,9 @@ class Monitor(Protocol):
     def leave(self) -> None:
         """It ended."""
 
+    def report(self, error: BaseException) -> None:
+        """This rank has failed, and the others may not come to hear of it where they wait."""
+
 
 class Transport(Protocol):
     """Moves values between ranks. Sends and posted receives return at once; ``take`` waits.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["PipelineGroups"]
+__all__ = ["PipelineGroups", "maximum_over"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class PipelineGroups:
         control: Status and plans; always gloo.
         lockstep: Broadcasts of unit outputs.
         process_of: For each pipeline rank, its rank within the groups.
+        everyone: The ranks of all replicas of the pipeline, for their agreement on failures; gloo. None where there is
+            one pipeline.
     """
 
     forward: dist.ProcessGroup
@@ -28,6 +30,7 @@ class PipelineGroups:
     control: dist.ProcessGroup
     lockstep: dist.ProcessGroup
     process_of: tuple[int, ...]
+    everyone: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every pipeline rank, in order of pipeline ranks, on every rank."""
@@ -44,8 +47,13 @@ class PipelineGroups:
 
     def maximum(self, numbers: list[int]) -> list[int]:
         """The largest of each number over all ranks."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self.control.allreduce([tensor], options).wait()  # twice a step: the public function costs as much again
-        return tensor.tolist()
+        return maximum_over(numbers, self.control)
+
+
+def maximum_over(numbers: list[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest of each number over all ranks of a gloo group."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    group.allreduce([tensor], options).wait()  # twice a step: the public function costs as much again
+    return tensor.tolist()

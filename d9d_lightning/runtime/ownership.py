@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.partition.plan import parameter_stages
 from d9d_lightning.runtime.groups import PipelineGroups
-from d9d_lightning.values import Placement, Trace
+from d9d_lightning.schedule import Program
+from d9d_lightning.values import Placement, Plan, Trace
 
-__all__ = ["Ownership", "find_ownership", "lent_parameters", "release_parameters"]
+__all__ = ["Ownership", "check_homes", "check_program", "find_ownership", "lent_parameters", "release_parameters"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,39 @@ def find_ownership(
         for name, buffer in root.named_buffers()
     }
     return Ownership(parameters, buffers, stages)
+
+
+def check_homes(
+    root: nn.Module, units: Mapping[str, nn.Module], plan: Plan, ownership: Ownership, stage_to_rank: Sequence[int]
+) -> None:
+    """Note on which stages a plan reads each parameter; refuse one that reads it where the placement did not put it.
+
+    Raises:
+        PartitionError: Names the parameter, the stage and the ranks that hold it.
+    """
+    for name, stages in parameter_stages(root, units, plan.trace, plan.placement).items():
+        for stage in stages:
+            if stage_to_rank[stage] not in ownership.parameters[name]:
+                raise PartitionError(
+                    f"the step now reads parameter {name!r} on stage {stage}, but it lives on ranks "
+                    f"{list(ownership.parameters[name])}, as the step of the first batch decided. Expected: the "
+                    "same uses of parameters outside their own units in every batch; give an example_batch=... to "
+                    "D9DStrategy that shows all of them."
+                )
+        ownership.stages[name] = tuple(sorted({*ownership.stages[name], *stages}))
+
+
+def check_program(program: Program, stage_to_rank: Sequence[int]) -> None:
+    """Refuse a program of another placement.
+
+    Raises:
+        PartitionError: Shows both.
+    """
+    if tuple(program.stage_to_rank) != tuple(stage_to_rank):
+        raise PartitionError(
+            f"the program places its stages on ranks {list(program.stage_to_rank)}, the pipeline on "
+            f"{list(stage_to_rank)}; build the program for the same schedule family"
+        )
 
 
 @contextlib.contextmanager

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from d9d_lightning.errors import (
-    PartitionError,
-    PipelineError,
-    PlaceholderReadError,
-    UnplannedCallError,
-)
-from d9d_lightning.partition.plan import parameter_stages
+from d9d_lightning.errors import PartitionError, PipelineError, PlaceholderReadError, UnplannedCallError
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, Transport
@@ -25,8 +19,16 @@ from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.materialize import materialize, needs_materializing
-from d9d_lightning.runtime.ownership import Ownership, find_ownership, lent_parameters, release_parameters
+from d9d_lightning.runtime.ownership import (
+    Ownership,
+    check_homes,
+    check_program,
+    find_ownership,
+    lent_parameters,
+    release_parameters,
+)
 from d9d_lightning.runtime.solitary import NoTransport
+from d9d_lightning.runtime.together import run_together
 from d9d_lightning.runtime.transport import ProcessTransport
 from d9d_lightning.runtime.whereabouts import place_of_failure
 from d9d_lightning.schedule import Program
@@ -179,7 +181,9 @@ class Pipeline:
                 self._recomputation = Recomputation(find_recomputed(self.module, self.planner.units, chosen))
         except Exception as problem:
             error = problem
-        self._agreement.compare("placement", repr(sorted(placement.unit_stage.items())) if placement else "", error)
+        with self._agreement.with_replicas():
+            units = repr(sorted(placement.unit_stage.items())) if placement else ""
+            self._agreement.compare("placement", units, error)
         if placement is None:
             raise PartitionError("the module could not be placed")
         return placement
@@ -234,7 +238,25 @@ class Pipeline:
             RankFailedError: Another rank failed; its error and traceback are shown.
             Exception: The first failure of this rank's own stages.
         """
-        self._check_program(program)
+        check_program(program, self.stage_to_rank)
+        with self._agreement.with_replicas():
+            return self._run(step, microbatches, program, finish, observer, restart, training, kind)
+
+    def is_common(self, error: BaseException) -> bool:
+        """Whether an error of :meth:`run` was raised on all ranks, those of replicas included, for the same reason."""
+        return self._agreement.is_common(error)
+
+    def _run(
+        self,
+        step: StepCall,
+        microbatches: Sequence[Microbatch],
+        program: Program,
+        finish: Finish,
+        observer: Observer | None,
+        restart: Callable[[], None] | None,
+        training: bool,
+        kind: str,
+    ) -> StepOutcome:
         if not training and kind in self._lockstep_kinds:
             return self._run_in_lockstep(step, microbatches, finish)
         backup = GradientBackup(self._trained) if training else None
@@ -259,13 +281,6 @@ class Pipeline:
             raise UnplannedCallError("the step calls its units in another order each time it runs on the same batch")
         return outcome
 
-    def _check_program(self, program: Program) -> None:
-        if tuple(program.stage_to_rank) != self.stage_to_rank:
-            raise PartitionError(
-                f"the program places its stages on ranks {list(program.stage_to_rank)}, the pipeline on "
-                f"{list(self.stage_to_rank)}; build the program for the same schedule family"
-            )
-
     def _plans(self, kind: str, step: StepCall, microbatches: Sequence[Microbatch], fresh: bool) -> list[Plan]:
         described = self.planner.describe(kind, microbatches)
         missing = fresh or not all(map(self.planner.knows, described))
@@ -277,7 +292,7 @@ class Pipeline:
                 plans.append(self.planner.plan(step, microbatch, fresh=fresh))
             if missing:
                 for plan in plans:
-                    self._check_homes(plan)
+                    check_homes(self.module, self.planner.units, plan, self._owners, self.stage_to_rank)
         except Exception as problem:
             error = problem
         if missing:
@@ -285,19 +300,6 @@ class Pipeline:
         elif error is not None:
             raise error
         return plans
-
-    def _check_homes(self, plan: Plan) -> None:
-        homes = parameter_stages(self.module, self.planner.units, plan.trace, plan.placement)
-        for name, stages in homes.items():
-            for stage in stages:
-                if self.stage_to_rank[stage] not in self._owners.parameters[name]:
-                    raise PartitionError(
-                        f"the step now reads parameter {name!r} on stage {stage}, but it lives on ranks "
-                        f"{list(self._owners.parameters[name])}, as the step of the first batch decided. Expected: the "
-                        "same uses of parameters outside their own units in every batch; give an example_batch=... to "
-                        "D9DStrategy that shows all of them."
-                    )
-            self._owners.stages[name] = tuple(sorted({*self._owners.stages[name], *stages}))
 
     def _run_once(
         self,
@@ -332,10 +334,7 @@ class Pipeline:
         return StepOutcome(outputs if self.is_loss_owner else None)
 
     def _begin_transport(self, plans: list[Plan]) -> Transport:
-        if self._transport is None:
-            return NoTransport()
-        self._transport.begin(plans)
-        return self._transport
+        return NoTransport() if self._transport is None else self._transport.begin(plans)
 
     def _replays(self, plans: Sequence[Plan], stage: int, world: PrivateWorld | None) -> list[Replay]:
         replays: dict[int, Replay] = {}
@@ -389,13 +388,12 @@ class Pipeline:
         return LockstepExchange(placement, self.stage_to_rank, self.rank, share)
 
     def _run_in_lockstep(self, step: StepCall, microbatches: Sequence[Microbatch], finish: Finish) -> StepOutcome:
-        outputs = []
         if self._groups is None:
             outputs = [step(microbatch) for microbatch in microbatches]
         else:
             policy = LockstepPolicy(self.planner.interceptor, self._exchange(), self.is_loss_owner)
             with self._lend(), self.planner.interceptor.installed(), self.planner.interceptor.policy(policy):
-                outputs = [step(microbatch) for microbatch in microbatches]
+                outputs = run_together(lambda: list(map(step, microbatches)), self._agreement, self.monitor)
         if self.is_loss_owner:
             for microbatch, output in zip(microbatches, outputs, strict=True):
                 finish(microbatch, output)

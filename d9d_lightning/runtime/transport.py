@@ -71,11 +71,12 @@ class ProcessTransport:
         self._introduced: set[tuple[str, str, int, str]] = set()
         self._patient = False
 
-    def begin(self, plans: list[Plan]) -> None:
-        """Prepare for a step: the plan of each microbatch."""
+    def begin(self, plans: list[Plan]) -> ProcessTransport:
+        """Prepare for a step: the plan of each microbatch. Returns itself."""
         self._plans = plans
         self.problem = None
         self._patient = False
+        return self
 
     # ---- forward ---------------------------------------------------------------------------------------------------
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:

@@ -6,6 +6,7 @@ that need real values of a module that no process holds whole.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from d9d_lightning.errors import PartitionError
+from d9d_lightning.errors import PartitionError, RankFailedError
 from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.trace import ObservedCall
@@ -65,7 +66,7 @@ class LockstepExchange:
         try:
             observed = run()
         except Exception as error:
-            self._share(_portable(error), owner)
+            self._share(_portable(error, unit, owner), owner)
             raise
         self._share(_detach(observed), owner)
         return observed, True
@@ -86,8 +87,11 @@ def _attach(message: tuple[ObservedCall, list[bool]]) -> ObservedCall:
     return observed
 
 
-def _portable(error: Exception) -> Exception:
-    return RuntimeError(f"{type(error).__name__}: {error}")
+def _portable(error: Exception, unit: str, owner: int) -> RankFailedError:
+    text = "".join(traceback.format_exception(error))
+    return RankFailedError(
+        f"pipeline rank {owner} failed first in unit {unit}: {type(error).__name__}: {error}\n{text.rstrip()}"
+    )
 
 
 class LockstepPolicy:

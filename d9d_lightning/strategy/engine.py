@@ -58,6 +58,9 @@ class Engine(Protocol):
     ) -> Any:
         """Run one batch."""
 
+    def is_common(self, error: BaseException) -> bool:
+        """Whether an error of :meth:`run` was raised on all ranks for the same reason."""
+
 
 def find_sinks(module: nn.Module) -> tuple[Sink, ...]:
     """Methods that the user's step hands values to, and that only the loss owner may really call."""

@@ -87,6 +87,10 @@ class RunWatch:
             if self._step is not None:
                 self._watch.enter(self._step)
 
+    def report(self, error: BaseException) -> None:
+        """The same as :meth:`publish`, asked for by the pipeline."""
+        self.publish(error)
+
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks. Those that do not raise by themselves end after a few seconds, with this error."""
         if self._watch is not None and not isinstance(error, SIGTERMException):  # that one is raised by all at once

@@ -154,6 +154,11 @@ class GradientReduction:
         if window.used:
             self._scale(self._window_scale(window))
 
+    def abandon(self) -> None:
+        """Drop a batch that failed on all ranks, with what is on its way; collective, so that nothing stays posted."""
+        if self._synchronizer is not None:
+            self._synchronizer.abandon()
+
     def lower_gradients(self) -> None:
         """Give the optimizer gradients in the element type of its parameters."""
         if self._synchronizer is not None:

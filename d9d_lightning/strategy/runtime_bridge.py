@@ -56,4 +56,5 @@ def runtime_groups(world: World, programs: Programs) -> PipelineGroups | None:
         control=groups.pipeline_control,
         lockstep=groups.pipeline_lockstep,
         process_of=tuple(process_of_rank(rank, programs.size, programs.loss_owner) for rank in range(programs.size)),
+        everyone=groups.world_control if world.axes.data > 1 else None,
     )

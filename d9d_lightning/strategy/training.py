@@ -126,11 +126,19 @@ class TrainingSteps:
                     training=True,
                 )
 
+        def run_or_abandon() -> None:
+            try:
+                run()
+            except Exception as error:
+                if session.engine.is_common(error):
+                    self._reduction.abandon()
+                raise
+
         if book is None:
-            run()
+            run_or_abandon()
             return []
         with book.capture(session.trainer, owner=session.is_loss_owner, into=records):
-            run()
+            run_or_abandon()
         return records
 
     def _report(
