@@ -17,6 +17,7 @@ __all__ = [
     "PipelineTransferError",
     "PipelineTransferNameError",
     "PlaceholderReadError",
+    "PretrainedWeightsError",
     "RankFailedError",
     "ScheduleDeadlockError",
     "ScheduleError",
@@ -45,6 +46,10 @@ class PartitionError(PipelineError, ValueError):
 
 class PipelineConfigurationError(PipelineError, ValueError):
     """An argument of the strategy, or the module it was given, is not supported."""
+
+
+class PretrainedWeightsError(PipelineError, ValueError):
+    """A file of pretrained weights does not exist, is broken, or belongs to another module."""
 
 
 class PipelineStateError(PipelineError, ValueError):

@@ -1,15 +1,16 @@
 """Giving memory and values to the part of a meta-built module that this rank owns.
 
 A module that is too large for one device is built on the meta device. After placement each rank allocates its own
-parameters and fills them as the module itself would: by ``reset_parameters()`` of the module that holds them, or by
-``_init_weights()`` of the transformers model around it. The random state is set from the module's name, so every
-pipeline size starts from the same values.
+parameters and fills them: from a checkpoint, from files of pretrained weights, or as building the module in memory
+would, by ``reset_parameters()`` of the module that holds them and ``_init_weights()`` of the transformers model around
+it. The random state is set from the module's name, so every pipeline size starts from the same values.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.snapshot import RandomState
+from d9d_lightning.runtime.pretrained import PretrainedWeights
 
 __all__ = ["materialize", "needs_materializing"]
 
@@ -33,7 +35,8 @@ def materialize(
     device: torch.device,
     *,
     seed: int = 0,
-    values_follow: bool = False,
+    given: Collection[str] = (),
+    pretrained: PretrainedWeights | None = None,
 ) -> None:
     """Allocate and fill what this rank owns; parameters keep their objects.
 
@@ -42,29 +45,40 @@ def materialize(
         owned: Qualified names of this rank's parameters. Buffers are allocated on every rank.
         device: Where they live.
         seed: Seed of the run.
-        values_follow: A checkpoint is about to be loaded, so nothing has to be filled.
+        given: Names of what a checkpoint is about to fill; tied tensors under each of their names.
+        pretrained: Files that fill what no checkpoint does.
 
     Raises:
         PartitionError: Nothing fills a parameter or buffer.
     """
     wanted = set(owned)
+    from_files = [] if pretrained is None else [name for name in pretrained.names if name not in given]
+    filled = {*given, *from_files}
     waiting: dict[str, Tensor] = {}
     done: set[int] = set()
-    for path, module in root.named_modules():
+    for path, module in root.named_modules() if needs_materializing(root) else ():
         prefix = f"{path}." if path else ""
         fresh = _allocate(module, prefix, wanted, device, done)
-        if fresh:
+        if not filled.issuperset(fresh):
             waiting.update(_fill(root, path, module, fresh, seed))
-    if waiting and not values_follow:
-        names = sorted(waiting)
+    missing = sorted(name for name in waiting if name not in filled)
+    if missing:
         raise PartitionError(
-            f"{len(names)} tensors of {type(root).__name__} were built on the meta device and nothing gives them "
-            f"values: {names[:5]}. Expected: a reset_parameters() method on the module that holds them, or a "
-            "checkpoint: trainer.fit(..., ckpt_path=...)."
+            f"{len(missing)} tensors of {type(root).__name__} were built on the meta device and nothing gives them "
+            f"values: {missing[:5]}. Expected: a reset_parameters() method on the module that holds them, pretrained "
+            "weights: D9DStrategy(pretrained_weights=...), or a checkpoint: trainer.fit(..., ckpt_path=...)."
         )
-    for tensor in waiting.values():
-        with torch.no_grad():
-            tensor.zero_()
+    if pretrained is not None:
+        _read(root, wanted, from_files, pretrained)
+
+
+def _read(root: nn.Module, owned: Collection[str], names: Collection[str], pretrained: PretrainedWeights) -> None:
+    """Read this rank's parameters, and the buffers, which every rank has."""
+    tensors = {**{name: p for name, p in root.named_parameters() if name in owned}, **dict(root.named_buffers())}
+    for name in names:
+        tensor = tensors.get(name)
+        if tensor is not None:
+            pretrained.read(name, tensor.detach())
 
 
 def _allocate(
@@ -112,16 +126,16 @@ def _fill(root: nn.Module, path: str, module: nn.Module, fresh: dict[str, Tensor
 
 
 def _initializers(root: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
+    """What fills a module as building it in memory does: its own defaults, then what a model around it says."""
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         method = getattr(module, name, None)
         if callable(method):
             yield method
             if name != "reset_running_stats":
-                return
+                break
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
-        ancestor = root.get_submodule(".".join(parts[:depth]))
-        method = getattr(ancestor, "_init_weights", None)
-        if callable(method):
+        method = getattr(root.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(method) and len(inspect.signature(method).parameters) == 1:
             yield functools.partial(method, module)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, 
 from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
-from d9d_lightning.runtime.materialize import materialize, needs_materializing
+from d9d_lightning.runtime.materialize import materialize
 from d9d_lightning.runtime.ownership import (
     Ownership,
     check_homes,
@@ -27,6 +27,7 @@ from d9d_lightning.runtime.ownership import (
     lent_parameters,
     release_parameters,
 )
+from d9d_lightning.runtime.pretrained import PretrainedWeights
 from d9d_lightning.runtime.solitary import NoTransport
 from d9d_lightning.runtime.together import run_together
 from d9d_lightning.runtime.transport import ProcessTransport
@@ -188,20 +189,21 @@ class Pipeline:
             raise PartitionError("the module could not be placed")
         return placement
 
-    def release(self, seed: int = 0, values_follow: bool = False) -> None:
+    def release(self, seed: int = 0, given: Collection[str] = (), pretrained: PretrainedWeights | None = None) -> None:
         """Give up the parameters of other ranks: placeholders of the same names take their place.
 
-        What this rank owns of a module built on the meta device gets memory and values.
+        What this rank owns of a module built on the meta device gets memory and values; see ``materialize``.
 
         Args:
             seed: Seed of the run.
-            values_follow: A checkpoint is about to be loaded.
+            given: Names of what a checkpoint is about to fill.
+            pretrained: Files that fill what no checkpoint does.
 
         Raises:
             PartitionError: Nothing fills a parameter or buffer of a module built on the meta device.
         """
-        if needs_materializing(self.module):
-            materialize(self.module, set(self.owned_parameters), self._device, seed=seed, values_follow=values_follow)
+        owned = self.owned_parameters.keys()
+        materialize(self.module, owned, self._device, seed=seed, given=given, pretrained=pretrained)
         if self.size > 1:
             release_parameters(self.module, self._owners, self.rank, self._device)
             self.planner.refresh()

@@ -21,7 +21,16 @@ from d9d_lightning.strategy.optimizers import OptimizerLayout, to_local_state
 from d9d_lightning.strategy.stream import receive_tree, send_tree
 from d9d_lightning.strategy.whole import Ownership
 
-__all__ = ["NAMED_PARTS", "gather_checkpoint", "load_module", "load_optimizer", "local_state_dict", "own_entries"]
+__all__ = [
+    "NAMED_PARTS",
+    "check_names",
+    "gather_checkpoint",
+    "load_module",
+    "load_optimizer",
+    "local_state_dict",
+    "names_given",
+    "own_entries",
+]
 
 NAMED_PARTS = ("state_dict", "current_model_state")
 """Entries of a checkpoint that map the module's names to tensors; the second one is written by weight averaging."""
@@ -35,6 +44,13 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
         for name, tensor in found(remove_duplicate=False):
             names[name] = first.setdefault(id(tensor), name)
     return names
+
+
+def names_given(module: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Parameters and buffers that a state dict has, under each of their names."""
+    names = canonical_names(module)
+    first = {names[key] for key in state if key in names}
+    return {name for name, canonical in names.items() if canonical in first}
 
 
 def local_state_dict(module: LightningModule, ownership: Ownership, is_loss_owner: bool) -> dict[str, Any]:
@@ -117,19 +133,39 @@ def load_module(module: nn.Module, state: Mapping[str, Any], ownership: Ownershi
         module.load_state_dict(state, strict=strict)
         return
     names = canonical_names(module)
-    if strict:
-        _require_same_names(module, set(module.state_dict()), set(state))
+    check_names(module, state, strict)
     part = {key: value for key, value in state.items() if key not in names or names[key] in ownership.held}
     module.load_state_dict(part, strict=False)
 
 
-def _require_same_names(module: nn.Module, own: set[str], given: set[str]) -> None:
-    missing, unexpected = sorted(own - given), sorted(given - own)
-    if missing or unexpected:
+def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """See that a whole state dict fits a module, on every rank alike, whatever it holds of it.
+
+    Raises:
+        RuntimeError: Shapes do not match or, with ``strict``, names.
+    """
+    own = module.state_dict()
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if strict and (missing or unexpected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys "
             f"{unexpected}. Expected the names of the module. Set `self.strict_loading = False` to allow differences."
         )
+    if not all(map(_loads_plainly, module.modules())):
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        given = state.get(name)
+        if isinstance(given, Tensor) and given.shape != parameter.shape:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the checkpoint "
+                f"has {list(given.shape)}, the module {list(parameter.shape)}."
+            )
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether a module takes tensors of its own shapes only."""
+    own = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+    return own and not module._load_state_dict_pre_hooks
 
 
 def load_optimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from d9d_lightning.runtime.batch import find_batch_size
 from d9d_lightning.runtime.batch import split_batch as cut_batch
+from d9d_lightning.runtime.pretrained import PretrainedWeights
 from d9d_lightning.schedule import Program
 from d9d_lightning.strategy.metrics import metric_objects
 from d9d_lightning.values import Microbatch, Placement
@@ -41,7 +42,7 @@ class Engine(Protocol):
     def place(self, step: Callable[[Microbatch], Any], microbatches: Sequence[Microbatch]) -> Placement:
         """Decide which stage every unit lives on."""
 
-    def release(self, seed: int = 0, values_follow: bool = False) -> None:
+    def release(self, seed: int = 0, given: Collection[str] = (), pretrained: PretrainedWeights | None = None) -> None:
         """Replace what other ranks own by placeholders."""
 
     def run(

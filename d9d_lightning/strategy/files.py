@@ -11,6 +11,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from d9d_lightning.strategy.sharded import is_sharded, read_sharded
+
 __all__ = ["read_checkpoint", "write_checkpoint"]
 
 
@@ -45,13 +47,15 @@ def write_checkpoint(
 
 
 def read_checkpoint(io: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read one file; tensors of local files are mapped, so that a rank touches only what it takes.
+    """Read one file or directory; tensors of local files are mapped, so that a rank touches only what it takes.
 
     Args:
         io: The trainer's ``CheckpointIO``.
-        path: The file.
+        path: The file, or the directory of a distributed checkpoint.
         weights_only: As ``torch.load`` takes it; None leaves the choice to it.
     """
+    if is_sharded(path):
+        return read_sharded(path, weights_only)
     if _is_plain_local(io, path) and Path(path).is_file():
         try:
             return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))

@@ -5,7 +5,8 @@ Every message says which value was given, what is allowed, and what to type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,6 +45,7 @@ class StrategyOptions:
     timeout: timedelta
     start_method: str
     activation_checkpointing_policy: Any
+    pretrained_weights: Mapping[str, str] | None
 
 
 def _refuse(name: str, value: object, allowed: str, example: str) -> PipelineConfigurationError:
@@ -119,6 +121,15 @@ def _check_start_method(value: object) -> str:
     return str(value)
 
 
+def _check_weights(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    paths: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"": value}
+    if not paths or not all(isinstance(k, str) and isinstance(v, str | os.PathLike) for k, v in paths.items()):
+        raise _refuse("pretrained_weights", value, "a path, or a path for each named submodule", '{"net": "weights/"}')
+    return {name: os.fspath(path) for name, path in paths.items()}
+
+
 def _check_recomputed(given: dict[str, Any]) -> Any:
     classes, policy = given.pop("activation_checkpointing"), given["activation_checkpointing_policy"]
     if classes is not None and policy is not None:
@@ -169,6 +180,7 @@ def check_options(given: dict[str, Any]) -> StrategyOptions:
         owner_only_hooks=_check_names("owner_only_hooks", given["owner_only_hooks"], '["on_train_epoch_end"]') or (),
         gradient_dtype=_check_dtype(given["gradient_dtype"]),
         timeout=_check_timeout(given["timeout"]),
+        pretrained_weights=_check_weights(given["pretrained_weights"]),
         start_method=_check_start_method(given["start_method"]),
     )
     return StrategyOptions(**checked)

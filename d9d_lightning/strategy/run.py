@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from d9d_lightning.errors import PipelineError
+from d9d_lightning.runtime.pretrained import PretrainedWeights
 from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy.assembly import (
     SharedGroup,
@@ -48,6 +49,7 @@ from d9d_lightning.strategy.programs import Programs
 from d9d_lightning.strategy.reduction import GradientReduction
 from d9d_lightning.strategy.refusals import refuse_module, refuse_optimizers
 from d9d_lightning.strategy.report import describe_run
+from d9d_lightning.strategy.restoring import PendingState, load_pending
 from d9d_lightning.strategy.runtime_bridge import runtime_groups
 from d9d_lightning.strategy.session import Session
 from d9d_lightning.strategy.sharded import write_sharded
@@ -144,8 +146,13 @@ class Run:
         world = groups.world_control if groups is not None else None
         return wrap_loader(loader, self._messenger, world, broadcast=self._options.broadcast_batches)
 
-    def place(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give this rank its part of the module and of the optimizers; collective the first time."""
+    def place(self, optimizers: Sequence[Optimizer], pending: PendingState | None = None) -> None:
+        """Give this rank its part of the module and of the optimizers; collective the first time.
+
+        Args:
+            optimizers: The user's.
+            pending: What a checkpoint has for the module, loaded as soon as it is placed.
+        """
         refuse_optimizers(self._module, optimizers)
         known = self.is_placed
         if not known:
@@ -162,13 +169,23 @@ class Run:
             agree_on_values(self._module, self._placed.ownership, self._world, shared)
         for owned_optimizer in self._optimizers.values():
             owned_optimizer.prune(self.owned)
-        self._placed.engine.release(agreed_seed(self._messenger), values_follow=bool(self._trainer.ckpt_path))
+        self._fill(pending, None if known else self._options.pretrained_weights)
         if known:
             self._told = len(self.placed.engine.planner.notes)
         elif self._programs.size > 1:
             rank_zero_info(describe_run(self._module, self.placed, self._programs, self._options.num_microbatches))
         self.tell()
         self._shared = shared
+
+    def _fill(self, pending: PendingState | None, paths: Mapping[str, str] | None) -> None:
+        """Give up what others own, and give values to the rest."""
+        pretrained = None if paths is None else PretrainedWeights(self._module, paths)
+        given = () if pending is None else checkpoints.names_given(self._module, pending.state)
+        self.placed.engine.release(agreed_seed(self._messenger), given, pretrained)
+        if pending is not None:
+            load_pending(self._module, pending)
+        for note in () if pretrained is None else pretrained.notes:
+            rank_zero_warn(note)
 
     def tell(self) -> None:
         """Say what has turned up since the last time about how steps are traced and computed."""

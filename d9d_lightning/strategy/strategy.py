@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.schedule import PipelineProgramBuilder
-from d9d_lightning.strategy import checkpoint as checkpoints
 from d9d_lightning.strategy import compat
 from d9d_lightning.strategy.collectives import Collectives
 from d9d_lightning.strategy.explain import Explained
@@ -27,10 +26,9 @@ from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.files import read_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
-from d9d_lightning.strategy.placement import known_placement
 from d9d_lightning.strategy.refusals import refuse_module
+from d9d_lightning.strategy.restoring import PendingState, restore_module
 from d9d_lightning.strategy.run import Run
-from d9d_lightning.strategy.sharded import is_sharded, read_sharded
 from d9d_lightning.strategy.world import World, join_world, leave_world
 
 __all__ = ["D9DStrategy"]
@@ -64,6 +62,7 @@ class D9DStrategy(Explained, ParallelStrategy):
         start_method: ``"popen"`` runs the script again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` start workers.
         activation_checkpointing: A class of modules, or a list of them, that run again in the backward pass.
         activation_checkpointing_policy: The same as a set of classes, or as a policy in the form of torch's FSDP.
+        pretrained_weights: A safetensors file or directory for the module, or one for each named submodule.
 
     Raises:
         PipelineConfigurationError: An argument is not allowed; the message says what is.
@@ -90,6 +89,7 @@ class D9DStrategy(Explained, ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
         activation_checkpointing_policy: set[type[nn.Module]] | Callable[..., bool] | ModuleWrapPolicy | None = None,
+        pretrained_weights: str | Mapping[str, str] | None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         super().__init__()
@@ -101,6 +101,7 @@ class D9DStrategy(Explained, ParallelStrategy):
         self._watch: RunWatch | None = None
         self._sync_blocked = False
         self._renamed: dict[str, Any] = {}
+        self._pending: PendingState | None = None
 
     def __repr__(self) -> str:
         # shown by the other package's Trainer, which refuses the strategy
@@ -172,6 +173,7 @@ class D9DStrategy(Explained, ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; ``configure_model`` can read the mesh afterwards."""
         super().setup_environment()
+        self._pending = None
         self.set_world_ranks()
         environment = self.cluster_environment
         if environment is None:
@@ -225,7 +227,8 @@ class D9DStrategy(Explained, ParallelStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        self._run.place(self.optimizers)
+        pending, self._pending = self._pending, None
+        self._run.place(self.optimizers, pending)
         self._run.connect(self.precision_plugin, self._watch)
         self.setup_precision_plugin()
         if fitting:
@@ -329,8 +332,6 @@ class D9DStrategy(Explained, ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain Lightning file, without holding more of it than this rank takes."""
         path = self._renamed.get(str(checkpoint_path), checkpoint_path)
-        if is_sharded(path):
-            return read_sharded(path, weights_only)
         checkpoint = read_checkpoint(self.checkpoint_io, path, weights_only)
         if str(checkpoint_path) in self._renamed:
             # rank 0 may remove the file right away
@@ -338,12 +339,11 @@ class D9DStrategy(Explained, ParallelStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of the module."""
+        """Load this rank's part of the module, or keep it until the module is placed."""
         module = self.lightning_module
         if module is not None:
-            placed = known_placement(module)
-            ownership = placed.ownership if placed is not None and placed.size > 1 else None
-            checkpoints.load_module(module, checkpoint["state_dict"], ownership, strict)
+            is_split = self._joined.axes.pipeline > 1
+            self._pending = restore_module(module, checkpoint["state_dict"], strict, is_split=is_split)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer."""

@@ -76,7 +76,7 @@ def test_a_tensor_that_nobody_fills_is_named() -> None:
         materialize(net, {"scale", "linear.weight", "linear.bias"}, torch.device("cpu"))
     with torch.device("meta"):
         net = Bare()
-    materialize(net, {"scale", "linear.weight", "linear.bias"}, torch.device("cpu"), values_follow=True)
+    materialize(net, {"scale", "linear.weight", "linear.bias"}, torch.device("cpu"), given={"scale"})
     assert not any(p.is_meta for p in net.parameters())
 
 
