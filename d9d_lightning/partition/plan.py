@@ -66,8 +66,8 @@ def _check_differentiation(trace: Trace, placement: Placement) -> None:
         if len({placement.unit_stage.get(unit) for unit in units}) > 1:
             between = [unit for unit in units if unit != DIFFERENTIATION]
             raise PartitionError(
-                f"the step now calls {DIFFERENTIATION} through the units {between!r}, which do not share a stage, as the "
-                "step that the placement was made from did not differentiate through them. Expected: the same "
+                f"the step now calls {DIFFERENTIATION} through the units {between!r}, which do not share a stage, as "
+                "the step that the placement was made from did not differentiate through them. Expected: the same "
                 "differentiation in the first batch; give an example_batch=... to D9DStrategy that shows it, name a "
                 "unit around these with units=[...], or keep them together with split_points=[...]."
             )

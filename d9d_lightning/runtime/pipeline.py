@@ -15,6 +15,7 @@ from d9d_lightning.errors import PartitionError, PipelineError, PlaceholderReadE
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.exhaustion import explain_exhaustion, is_exhaustion
 from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
 from d9d_lightning.runtime.groups import PipelineGroups
@@ -29,6 +30,7 @@ from d9d_lightning.runtime.ownership import (
 )
 from d9d_lightning.runtime.pretrained import PretrainedWeights
 from d9d_lightning.runtime.solitary import NoTransport
+from d9d_lightning.runtime.state_sharing import share_state
 from d9d_lightning.runtime.together import run_together
 from d9d_lightning.runtime.transport import ProcessTransport
 from d9d_lightning.runtime.whereabouts import place_of_failure
@@ -39,7 +41,7 @@ from d9d_lightning.stage.recomputation import Recomputation, find_recomputed, ma
 from d9d_lightning.stage.replay import Replay, StepCall
 from d9d_lightning.stage.script import StageScript, make_script
 from d9d_lightning.stage.stage import Finish, PipelineStage
-from d9d_lightning.stage.world import PrivateWorld, adopt_state, export_state
+from d9d_lightning.stage.world import PrivateWorld
 from d9d_lightning.values import Microbatch, Placement, Plan, StepStatus
 
 __all__ = ["Pipeline", "StepOutcome"]
@@ -332,7 +334,8 @@ class Pipeline:
         if status is StepStatus.UNPLANNED:
             return None
         if names:
-            self._share_state(names, worlds.get(len(self.stage_to_rank) - 1))
+            last = worlds.get(len(self.stage_to_rank) - 1)
+            share_state(self.module, names, last, self._groups, self.loss_owner)
         return StepOutcome(outputs if self.is_loss_owner else None)
 
     def _begin_transport(self, plans: list[Plan]) -> Transport:
@@ -360,17 +363,10 @@ class Pipeline:
             self._transport.reset()
         if status is StepStatus.FAILED:
             where = "" if failure is None else place_of_failure(f"action {executor.failed_action}", failure)
+            if failure is not None and is_exhaustion(failure):
+                explain_exhaustion(failure, where, self._trained, stages)
             self._agreement.raise_first(failure, where, executor.failed_at)
         return status
-
-    def _share_state(self, names: Sequence[str], world: PrivateWorld | None) -> None:
-        if self.is_loss_owner and world is not None:
-            world.commit()
-        if self._groups is not None:
-            exported = export_state(self.module, names) if self.is_loss_owner else None
-            exported = self._groups.broadcast(exported, self.loss_owner)
-            if not self.is_loss_owner:
-                adopt_state(self.module, exported)
 
     def _lend(self) -> AbstractContextManager[None]:
         groups = self._groups

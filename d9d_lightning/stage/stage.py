@@ -11,6 +11,7 @@ from torch import Tensor
 
 from d9d_lightning.errors import PlaceholderReadError, StageGradientError, UnplannedCallError
 from d9d_lightning.partition.placeholder import is_placeholder
+from d9d_lightning.stage.memory import saved_bytes
 from d9d_lightning.stage.replay import Replay, StepCall
 from d9d_lightning.stage.split_backward import WeightPass, full_backward, split_backward
 from d9d_lightning.values import Microbatch, Plan, ValueId
@@ -202,3 +203,13 @@ class PipelineStage:
     def is_clean(self) -> bool:
         """Whether nothing is left of the step."""
         return not self._graphs and not self._weight_passes
+
+    def held_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By microbatch, bytes of activations that wait for a backward, and of what waits for a weight pass."""
+        graphs = {
+            number: saved_bytes(
+                [*graph.inputs.values(), *graph.made.values(), *([] if graph.loss is None else [graph.loss])]
+            )
+            for number, graph in self._graphs.items()
+        }
+        return graphs, {number: one.held_bytes() for number, one in self._weight_passes.items()}
