@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -159,6 +160,8 @@ def report(schedule: str, samples: dict[str, Samples]) -> None:
     for name, entry in samples.items():
         if name != "Trainer" and name != "both alone":
             print(f"  Trainer / {name}: {describe_ratio(trained, entry)}")
+    middle = {name: f"{statistics.median(entry.cpu) * 1e3:.2f}" for name, entry in samples.items() if entry.cpu}
+    print(f"  main thread, ms of CPU in a step: {middle}")
     if "hand-split" in samples:
         print(f"  replay / hand-split: {describe_ratio(samples['replay'], samples['hand-split'])}")
     if "hand-split" in samples and "torch" in samples:
