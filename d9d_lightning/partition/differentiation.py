@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.provenance import Source
 from d9d_lightning.partition.user_code import describe_user_line
 from d9d_lightning.values import UnitCall, ValueId
 
-__all__ = ["DIFFERENTIATION", "calls_between", "differentiation_routed", "differentiation_unit"]
+__all__ = ["DIFFERENTIATION", "calls_between", "differentiation_routed", "differentiation_unit", "leaves_behind"]
 
 DIFFERENTIATION = "torch.autograd.grad"
 """Name of the unit that stands for every differentiation of a step."""
@@ -28,7 +28,17 @@ DIFFERENTIATION = "torch.autograd.grad"
 _ENGINE = "_engine_run_backward"
 _UNIT = nn.Module()
 
-Route = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+class Policy(Protocol):
+    """What is asked of the policy that is active."""
+
+    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether gradients of these are its affair."""
+
+    def call(
+        self, unit: str, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer one call of a unit."""
 
 
 def differentiation_unit() -> nn.Module:
@@ -37,23 +47,23 @@ def differentiation_unit() -> nn.Module:
 
 
 @contextlib.contextmanager
-def differentiation_routed(current_route: Callable[[], Route | None]) -> Iterator[None]:
+def differentiation_routed(current_policy: Callable[[], Policy | None]) -> Iterator[None]:
     """Send every differentiation within the block to the active policy.
 
     ``torch.autograd.grad`` is often imported by name before it could be replaced; the function that it looks up at
     each call is replaced instead.
 
     Args:
-        current_route: How the policy of this moment answers a call of a unit, or None where there is no policy.
+        current_policy: The policy of this moment, or None where there is none.
     """
     original = getattr(torch.autograd, _ENGINE)
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        route = current_route()
-        if route is None:
+        policy = current_policy()
+        if policy is None or not policy.differentiates(outputs):
             return original(outputs, *args, **kwargs)
         _check(outputs, kwargs)
-        return route(DIFFERENTIATION, _UNIT, original, (outputs, *args), kwargs)
+        return policy.call(DIFFERENTIATION, _UNIT, original, (outputs, *args), kwargs)
 
     setattr(torch.autograd, _ENGINE, run)
     try:
@@ -72,6 +82,20 @@ def _check(outputs: Any, kwargs: dict[str, Any]) -> None:
         "torch.autograd.grad, whose units are kept on one stage; or this part inside one unit, which you name with "
         "units=[...] in D9DStrategy."
     )
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that the graph of some tensors ends at."""
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen, found = set(waiting), [tensor for tensor in outputs if tensor.grad_fn is None]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        below = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= below
+        waiting.extend(below)
+    return found
 
 
 def calls_between(

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_lightning.partition.differentiation import differentiation_routed
 from d9d_lightning.partition.regions import regions_routed
@@ -29,6 +29,9 @@ class CallPolicy(Protocol):
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one call of a method that only takes values out of the step: ``log``, a metric's ``update``."""
+
+    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether gradients of these are the policy's affair; if not, they are computed as if it were not there."""
 
 
 class Interceptor:
@@ -54,7 +57,7 @@ class Interceptor:
                     self._patch(name, module, attribute, saved)
             for target, attribute in self.sinks:
                 self._patch_sink(target, attribute, saved)
-            with regions_routed(lambda: self._policy), differentiation_routed(self._route):
+            with regions_routed(lambda: self._policy), differentiation_routed(lambda: self._policy):
                 yield
         finally:
             for target, attribute, old in reversed(saved):
@@ -90,9 +93,6 @@ class Interceptor:
             return policy.sink(original, args, kwargs)
 
         target.__dict__[attribute] = route
-
-    def _route(self) -> Callable[..., Any] | None:
-        return None if self._policy is None else self._policy.call
 
     @contextlib.contextmanager
     def policy(self, policy: CallPolicy) -> Iterator[None]:

@@ -260,6 +260,9 @@ class _Tracer:
             self._position(observed.draws, unit, self._calls[-1].number)
         return result[0]
 
+    def differentiates(self, outputs: Sequence[torch.Tensor]) -> bool:
+        return True
+
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tail |= self._provenance.sources((args, kwargs))
         if self._depth is TraceDepth.SHAPES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,9 @@ class _RecomputePolicy:
         result = self._interceptor.run_inside(original, args, kwargs)
         self._answers.set_position_after(entry)
         return result
+
+    def differentiates(self, outputs: Sequence[torch.Tensor]) -> bool:
+        return True
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._script.is_loss_owner:

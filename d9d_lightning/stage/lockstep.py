@@ -7,20 +7,25 @@ that need real values of a module that no process holds whole.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_lightning.errors import PartitionError, RankFailedError
+from d9d_lightning.partition.differentiation import leaves_behind
 from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.trace import ObservedCall
 from d9d_lightning.values import Placement
 
 __all__ = ["LockstepExchange", "LockstepPolicy", "Share"]
+
+
+_STAND_IN = "_is_made_by_another_rank"
+"""Attribute of the leaf behind what another rank's unit returned."""
 
 
 class Share(Protocol):
@@ -82,8 +87,9 @@ def _attach(message: tuple[ObservedCall, list[bool]]) -> ObservedCall:
     observed, grads = message
     for index, wanted in enumerate(grads):
         if wanted and torch.is_grad_enabled():
-            # a clone is no leaf, so glue may change it in place
-            observed.tensors[index] = observed.tensors[index].requires_grad_().clone()
+            leaf = observed.tensors[index].requires_grad_()
+            setattr(leaf, _STAND_IN, True)
+            observed.tensors[index] = leaf.clone()  # no leaf, so glue may change it in place
     return observed
 
 
@@ -127,3 +133,8 @@ class LockstepPolicy:
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(*args, **kwargs)
+
+    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether their graph touches a unit, of this rank or another; a callback may train a model of its own."""
+        own = {id(parameter) for unit in self._interceptor.units.values() for parameter in unit.parameters()}
+        return any(id(leaf) in own or hasattr(leaf, _STAND_IN) for leaf in leaves_behind(outputs))

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.strategy import meeting
 from d9d_lightning.testing import collect_outcomes, run_distributed
 from tests.strategy.strategy_cases import Classifier, fit, make_loader, pipeline
@@ -89,3 +90,57 @@ def test_calling_the_module_on_rank_zero_only_is_an_error_and_no_hang():
     outcomes = collect_outcomes(sample_alone, 2, init_group=False, timeout=60.0, fresh=True)
     assert all(outcome.failed and outcome.stack is None for outcome in outcomes)
     assert "called on 1 of 2 ranks only" in (outcomes[0].error or "") + outcomes[0].output
+
+
+class TrainsProbe(L.Callback):
+    """Trains a small model of its own on what the module gives, in every optimizer step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.probe = torch.nn.Linear(3, 1)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            features = pl_module.net(torch.ones(2, 4))
+        loss = self.probe(features).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [self.probe.bias], retain_graph=True)
+        loss.backward()
+        assert torch.equal(gradient, self.probe.bias.grad)
+        with torch.no_grad():
+            for parameter in self.probe.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+def train_probe(strategy: Any, devices: int) -> list[torch.Tensor]:
+    callback = TrainsProbe()
+    fit(strategy, devices=devices, callbacks=[callback])
+    return [parameter.detach() for parameter in callback.probe.parameters()]
+
+
+def train_probe_on_two() -> list[torch.Tensor]:
+    return train_probe(pipeline(), 2)
+
+
+def test_a_callback_trains_a_model_of_its_own():
+    """``backward()`` and ``autograd.grad`` of a callback's own graph do what they do on one device."""
+    one = train_probe("auto", 1)
+    for rank in run_distributed(train_probe_on_two, 2, init_group=False):
+        torch.testing.assert_close(rank, one, rtol=1e-4, atol=2e-6)
+
+
+class TrainsThroughModule(L.Callback):
+    """Adds a loss of its own to the module's gradients."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.net(torch.ones(2, 4)).square().mean().backward()
+
+
+def train_through_module() -> None:
+    with pytest.raises(PartitionError, match="uses backward between units"):
+        fit(pipeline(), devices=2, callbacks=[TrainsThroughModule()])
+
+
+def test_a_callback_cannot_send_gradients_into_the_module():
+    """``pl_module(x).backward()`` in a callback would miss the parameters of other ranks, so every rank refuses it."""
+    run_distributed(train_through_module, 2, init_group=False)
