@@ -28,6 +28,7 @@ class BucketLedger:
         lock: Held while the books change; accumulations on several devices run in several threads.
         finished: The caller has said that the step's backwards are over.
         accumulate_only: Accumulations neither count nor launch.
+        held: No bucket leaves before it is flushed.
     """
 
     def __init__(self, entries: Sequence[NamedParameter], rules: BucketRules) -> None:
@@ -36,10 +37,12 @@ class BucketLedger:
         self.lock = threading.RLock()
         self.finished = False
         self.accumulate_only = False
+        self.held = False
         self._entries = entries
         self._rules = rules
         self._handles: list[RemovableHandle] = []
         self._next = 0
+        self._is_fresh = True
         self._seen_ready: list[AbstractGradientBucket] = []
         self._surplus: list[GradientSlot] = []
         self._order_is_learned = False
@@ -67,6 +70,7 @@ class BucketLedger:
 
     def mark(self, parameters: Iterable[torch.Tensor]) -> None:
         """Settle parameters by the caller's word."""
+        self._open_step()
         for parameter in parameters:
             if parameter in self.slots:
                 bucket, slot = self.slots[parameter]
@@ -76,6 +80,7 @@ class BucketLedger:
 
     def extrapolate(self, parameters: Iterable[torch.Tensor], times: int) -> None:
         """Expect of each parameter ``times`` times what it has had; of one that has had nothing, nothing is known."""
+        self._open_step()
         for parameter in parameters:
             if parameter in self.slots:
                 bucket, slot = self.slots[parameter]
@@ -92,9 +97,16 @@ class BucketLedger:
         """
         self._seen_ready += [bucket for bucket in self.order if bucket.ready and bucket not in self._seen_ready]
         # In one order on all replicas, whatever order they become ready in: collectives match by their order.
-        while self._next < len(self.order) and (flush or self._is_due(self._next)):
+        while self._next < len(self.order) and (flush or (not self.held and self._is_due(self._next))):
             self.order[self._next].launch()
             self._next += 1
+
+    def _open_step(self) -> None:
+        # What is frozen is known when the first gradient comes, not when the step before ends.
+        if self._is_fresh:
+            self._is_fresh = False
+            for bucket in self.order:
+                bucket.refresh()
 
     def _is_due(self, position: int) -> bool:
         # A bucket without expectations (all frozen) is ready from the start; it leaves with the next one that is.
@@ -119,7 +131,9 @@ class BucketLedger:
     def begin_step(self) -> None:
         """Count from zero."""
         self._next = 0
+        self._is_fresh = True
         self.finished = False
+        self.held = False
         self._surplus.clear()
         self._seen_ready.clear()
         for bucket in self.order:
@@ -167,6 +181,7 @@ class BucketLedger:
         return accumulated
 
     def _on_accumulated(self, bucket: AbstractGradientBucket, slot: GradientSlot) -> None:
+        self._open_step()
         if bucket.launched or (slot.done and not self.accumulate_only):
             slot.count += 1
             self._surplus.append(slot)

@@ -94,7 +94,8 @@ class GradientSlot:
         hooks: Any = self.parameter._post_accumulate_grad_hooks
         if self._handle is None or hooks is None or next(reversed(hooks)) == self._handle.id:
             return True
-        hooks.move_to_end(self._handle.id)
+        # Not move_to_end(): autograd reads the order of the plain dict beneath.
+        hooks[self._handle.id] = hooks.pop(self._handle.id)
         return False
 
     def place(self, buffer: torch.Tensor, offset: int) -> None:

@@ -161,6 +161,25 @@ class GradientSynchronizer:
         with ledger.lock:
             ledger.extrapolate(parameters, times)
 
+    def hold(self) -> None:
+        """Keep this rank's buckets here until :meth:`release` or :meth:`finish`, in a step that may have to run again.
+
+        Raises:
+            GradientSyncError: If not bound.
+        """
+        self._bound("hold").held = True
+
+    def release(self) -> None:
+        """Let the buckets go that are ready.
+
+        Raises:
+            GradientSyncError: If not bound.
+        """
+        ledger = self._bound("release")
+        with ledger.lock:
+            ledger.held = False
+            ledger.advance()
+
     def recount(self) -> None:
         """Count this step's accumulations from zero, for a step that runs again. Gradients stay as they are.
 

@@ -1,7 +1,7 @@
 """Running one rank's program.
 
 The executor takes actions in order and asks a stage to compute or the transport to move tensors. It names no schedule
-and knows no gradients' fate: it tells an observer when the weight gradients of a stage and microbatch are done.
+and knows no gradients' fate: it tells an observer when its forwards and its weight gradients are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ Values = Mapping[ValueId, Tensor | None]
 
 
 class Observer(Protocol):
-    """Told of progress."""
+    """Told of progress, also where a stage has failed and nothing is computed any more."""
+
+    def forwards_done(self, failed: bool) -> None:
+        """The last forward of this rank has run; whether any action has failed."""
+
+    def weights_due(self, stage: int, microbatch: int) -> None:
+        """Weight gradients of a stage and microbatch are about to be accumulated."""
 
     def weights_done(self, stage: int, microbatch: int) -> None:
         """All weight gradients of a stage and microbatch have been accumulated."""
@@ -110,6 +116,7 @@ class PipelineExecutor:
         self._local = {
             stage for stage in range(self._last) if program.stage_to_rank[stage] == program.stage_to_rank[stage + 1]
         }
+        self._forwards_left = sum(part.kind is ActionKind.F for action in self.actions for part in action.parts)
         self._forward_inbox: dict[tuple[int, int], Values] = {}
         self._forward_outbox: dict[tuple[int, int], Values] = {}
         self._backward_inbox: dict[tuple[int, int], Values] = {}
@@ -150,7 +157,11 @@ class PipelineExecutor:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind is ActionKind.F:
             self._forward(action, self._stages[stage], microbatch)
+            self._forwards_left -= 1
+            if self._observer is not None and not self._forwards_left:
+                self._observer.forwards_done(self.failure is not None)
         elif kind is ActionKind.W:
+            self._announce_weights(stage, microbatch)
             if self.failure is None:
                 self._attempt(action, lambda: self._stages[stage].backward_weight(microbatch))
             self._report_weights(stage, microbatch)
@@ -181,6 +192,8 @@ class PipelineExecutor:
             local = stage.index in self._local
             gradients = self._backward_inbox.pop(key) if local else self._transport.take_backward(*key)
         full = action.kind is ActionKind.B
+        if full:
+            self._announce_weights(stage.index, microbatch)
         compute = stage.backward_full if full else stage.backward_input
         sent: Values | None = None
         if self.failure is None:
@@ -196,6 +209,10 @@ class PipelineExecutor:
         local = stage.index - 1 in self._local
         box = self._backward_inbox if local else self._backward_outbox
         box[(stage.index - 1, microbatch) if local else key] = sent
+
+    def _announce_weights(self, stage: int, microbatch: int) -> None:
+        if self._observer is not None:
+            self._observer.weights_due(stage, microbatch)
 
     def _report_weights(self, stage: int, microbatch: int) -> None:
         if self._observer is not None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from d9d_lightning.errors import PartitionError, PipelineError, PlaceholderReadError, UnplannedCallError
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
-from d9d_lightning.runtime.executor import Monitor, Observer, PipelineExecutor, Transport
+from d9d_lightning.runtime.commitment import Commitment, StepObserver
+from d9d_lightning.runtime.executor import Monitor, PipelineExecutor, Transport
 from d9d_lightning.runtime.exhaustion import explain_exhaustion, is_exhaustion
 from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
@@ -220,7 +221,7 @@ class Pipeline:
         program: Program,
         *,
         finish: Finish,
-        observer: Observer | None = None,
+        observer: StepObserver | None = None,
         restart: Callable[[], None] | None = None,
         training: bool = True,
         kind: str = "training_step",
@@ -232,7 +233,7 @@ class Pipeline:
             microbatches: The slices of the batch.
             program: What every rank does; its placement of stages must be this pipeline's.
             finish: Called on the loss owner when a step has ended, gives the scalar to differentiate.
-            observer: Told when weight gradients are done.
+            observer: Told of progress.
             restart: Called before the batch runs again, because the step met a call that the plan does not have; what
                 ``finish`` and the step left behind must be dropped.
             training: Whether gradients are computed. In evaluation a step that reads activations runs in lockstep.
@@ -256,7 +257,7 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         program: Program,
         finish: Finish,
-        observer: Observer | None,
+        observer: StepObserver | None,
         restart: Callable[[], None] | None,
         training: bool,
         kind: str,
@@ -312,7 +313,7 @@ class Pipeline:
         program: Program,
         plans: list[Plan],
         finish: Finish,
-        observer: Observer | None,
+        observer: StepObserver | None,
         fresh: bool,
     ) -> StepOutcome | None:
         outputs: list[Any] = [None] * len(microbatches)
@@ -327,7 +328,8 @@ class Pipeline:
             stage: PipelineStage(stage, self._replays(plans, stage, worlds[stage]), step, microbatches, keep)
             for stage in self.own_stages
         }
-        executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), observer)
+        told = None if observer is None else Commitment(observer, self._groups, len(microbatches))
+        executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), told)
         with self._recomputation.installed(), self.planner.interceptor.installed():
             executor.run(self.monitor)
         status = self._settle(executor, fresh, stages.values())

@@ -43,6 +43,11 @@ class StageObserver:
         self._by_stages: Mapping[tuple[int, ...], Sequence[Tensor]] = {}
         self._num_microbatches = num_microbatches
         self._seen: dict[int, int] = {}
+        synchronizer.hold()
+
+    def committed(self) -> None:
+        """The batch will not have to run again."""
+        self._synchronizer.release()
 
     def restart(self) -> None:
         """Count from the start again, for a batch that runs again.
@@ -53,11 +58,12 @@ class StageObserver:
         self._seen = {}
         try:
             self._synchronizer.recount()
+            self._synchronizer.hold()
         except GradientSyncError as error:
             raise UnplannedCallError(
-                "the step called its units in another order than any batch before, after some gradients of this batch "
-                "had been reduced over replicas. Give an example_batch=... to D9DStrategy that shows every kind of "
-                "step, or train with data_parallel_size=1."
+                "a backward differed from that of the same units in earlier batches, after some gradients of this "
+                "batch had been reduced over replicas. Give an example_batch=... to D9DStrategy that shows every kind "
+                "of step, or train with data_parallel_size=1."
             ) from error
 
     def weights_done(self, stage: int, microbatch: int) -> None:
@@ -132,8 +138,8 @@ class GradientReduction:
         return found
 
     def observer(self, num_microbatches: int, *, synchronize: bool) -> StageObserver | None:
-        """What the executor tells about finished weight gradients of one batch."""
-        if self._synchronizer is None or not synchronize:
+        """What the pipeline tells of its progress; None where no bucket leaves before the batch is over."""
+        if self._synchronizer is None or self._replicas is None or not synchronize:
             return None
         return StageObserver(self._synchronizer, self._by_stages, num_microbatches)
 

@@ -215,6 +215,50 @@ def test_frozen_then_unfrozen_then_frozen_again() -> None:
 
 
 @distributed(ranks=2)
+def test_thawed_after_the_step_before_has_ended() -> None:
+    """What was frozen when the last step ended, and trains in this one, is waited for like any other parameter."""
+    net, reference = make_net(), make_net()
+    synchronizer = start(net, 2, size=25)
+    for step, frozen in enumerate([True, True, False, False]):
+        for module in (net, reference):
+            module.zero_grad()
+            module.gate.requires_grad_(not frozen)
+            module.last.requires_grad_(not frozen)
+        for part in range(2):
+            net(batches(2 * step + part)[dist.get_rank()]).backward()
+            reference_backward(reference, 2 * step + part)
+        synchronizer.finish()
+        synchronizer.wait()
+        assert_same_gradients(net, reference)
+
+
+@distributed(ranks=2)
+def test_hook_that_comes_after_ours() -> None:
+    """A hook registered after bind may still change the gradient: it is not on its way before that."""
+    net, reference = make_net(), make_net()
+    synchronizer = start(net, 1)
+    seen = []
+
+    def halve(parameter: torch.Tensor) -> None:
+        seen.extend(bucket.launched for bucket in synchronizer.buckets if bucket.slots[0].parameter is parameter)
+        parameter.grad.mul_(0.5)
+
+    for step in range(STEPS):
+        for module in (net, reference):
+            module.zero_grad()
+        if step == 1:
+            net.last.weight.register_post_accumulate_grad_hook(halve)
+        net(batches(step)[dist.get_rank()]).backward()
+        synchronizer.finish()
+        synchronizer.wait()
+        reference_backward(reference, step)
+        if step >= 1:
+            reference.last.weight.grad.mul_(0.5)
+        assert_same_gradients(net, reference)
+    assert seen == [False] * (STEPS - 1)
+
+
+@distributed(ranks=2)
 def test_gradient_given_by_hand_to_a_frozen_parameter() -> None:
     """A parameter frozen after bind is still averaged, and zeroed, if somebody gives it a gradient during the step."""
     net = make_net()
