@@ -14,13 +14,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.provenance import Source
 from d9d_lightning.partition.user_code import describe_user_line
 from d9d_lightning.values import UnitCall, ValueId
 
-__all__ = ["DIFFERENTIATION", "calls_between", "differentiation_routed", "differentiation_unit", "leaves_behind"]
+__all__ = [
+    "DIFFERENTIATION",
+    "Output",
+    "calls_between",
+    "differentiation_routed",
+    "differentiation_unit",
+    "leaves_behind",
+]
 
 DIFFERENTIATION = "torch.autograd.grad"
 """Name of the unit that stands for every differentiation of a step."""
@@ -29,10 +37,14 @@ _ENGINE = "_engine_run_backward"
 _UNIT = nn.Module()
 
 
+Output = Tensor | GradientEdge
+"""What autograd takes for something to differentiate."""
+
+
 class Policy(Protocol):
     """What is asked of the policy that is active."""
 
-    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         """Whether gradients of these are its affair."""
 
     def call(
@@ -73,7 +85,8 @@ def differentiation_routed(current_policy: Callable[[], Policy | None]) -> Itera
 
 
 def _check(outputs: Any, kwargs: dict[str, Any]) -> None:
-    transformed = any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in outputs)
+    tensors = [output for output in outputs if isinstance(output, Tensor)]
+    transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
     if not transformed and not kwargs.get("accumulate_grad"):
         return
     what = "a transform of torch.func" if transformed else "backward"
@@ -84,10 +97,12 @@ def _check(outputs: Any, kwargs: dict[str, Any]) -> None:
     )
 
 
-def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+def leaves_behind(outputs: Sequence[Output]) -> list[Tensor]:
     """The leaves that the graph of some tensors ends at."""
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen, found = set(waiting), [tensor for tensor in outputs if tensor.grad_fn is None]
+    starts = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    waiting = [node for node in starts if node is not None]
+    seen = set(waiting)
+    found = [output for output in outputs if isinstance(output, Tensor) and output.grad_fn is None]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):

@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from d9d_lightning.partition.differentiation import differentiation_routed
+from d9d_lightning.partition.differentiation import Output, differentiation_routed
 from d9d_lightning.partition.regions import regions_routed
 
 __all__ = ["CallPolicy", "Interceptor"]
@@ -30,7 +30,7 @@ class CallPolicy(Protocol):
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one call of a method that only takes values out of the step: ``log``, a metric's ``update``."""
 
-    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         """Whether gradients of these are the policy's affair; if not, they are computed as if it were not there."""
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from d9d_lightning.partition.differentiation import DIFFERENTIATION, calls_between
+from d9d_lightning.partition.differentiation import DIFFERENTIATION, Output, calls_between
 from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
 from d9d_lightning.partition.flops import FlopCounter
 from d9d_lightning.partition.interception import Interceptor
@@ -260,7 +260,7 @@ class _Tracer:
             self._position(observed.draws, unit, self._calls[-1].number)
         return result[0]
 
-    def differentiates(self, outputs: Sequence[torch.Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         return True
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

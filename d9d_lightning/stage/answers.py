@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import UnplannedCallError
+from d9d_lightning.partition.differentiation import Output
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.partition.shapes import Geometry
@@ -120,7 +121,7 @@ class _RecomputePolicy:
         self._answers.set_position_after(entry)
         return result
 
-    def differentiates(self, outputs: Sequence[torch.Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         return True
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from d9d_lightning.errors import PartitionError, RankFailedError
-from d9d_lightning.partition.differentiation import leaves_behind
+from d9d_lightning.partition.differentiation import Output, leaves_behind
 from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.trace import ObservedCall
@@ -134,7 +134,7 @@ class LockstepPolicy:
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return original(*args, **kwargs)
 
-    def differentiates(self, outputs: Sequence[Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         """Whether their graph touches a unit, of this rank or another; a callback may train a model of its own."""
         own = {id(parameter) for unit in self._interceptor.units.values() for parameter in unit.parameters()}
         return any(id(leaf) in own or hasattr(leaf, _STAND_IN) for leaf in leaves_behind(outputs))

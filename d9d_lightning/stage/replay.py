@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import PlaceholderReadError, StageError, UnplannedCallError
+from d9d_lightning.partition.differentiation import Output
 from d9d_lightning.partition.effects import HookRecorder
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.placeholder import Placeholder, ReplayCut, is_placeholder, reads_end_the_replay
@@ -212,7 +213,7 @@ class _ReplayPolicy:
             return self._run(index, entry, module, original, args, kwargs)
         return self._answers.skip(entry, module, args, kwargs, self.undo)
 
-    def differentiates(self, outputs: Sequence[torch.Tensor]) -> bool:
+    def differentiates(self, outputs: Sequence[Output]) -> bool:
         return True
 
     def sink(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
