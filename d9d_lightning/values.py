@@ -114,6 +114,8 @@ class Trace:
             is made of: values, and names of parameters.
         overwritten_inputs: Positions, among the tensors of the step's arguments, of those changed in place.
         joined: Sets of calls that must share a stage, because a differentiation in the step goes through them.
+        lent_generators: Random generators of the module that units draw from although glue can too: ``(name, unit)``.
+        shapes_follow_data: Glue makes tensors whose shapes depend on data, so the next batch may have others.
     """
 
     calls: tuple[UnitCall, ...]
@@ -125,6 +127,8 @@ class Trace:
     written_parameters: Mapping[str, frozenset[ValueId | str]] = field(default_factory=dict)
     overwritten_inputs: frozenset[int] = frozenset()
     joined: tuple[frozenset[int], ...] = ()
+    lent_generators: tuple[tuple[str, str], ...] = ()
+    shapes_follow_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from d9d_lightning.partition.data_writes import data_writes_routed
 from d9d_lightning.partition.differentiation import Output, differentiation_routed
 from d9d_lightning.partition.regions import regions_routed
 
@@ -57,7 +58,11 @@ class Interceptor:
                     self._patch(name, module, attribute, saved)
             for target, attribute in self.sinks:
                 self._patch_sink(target, attribute, saved)
-            with regions_routed(lambda: self._policy), differentiation_routed(lambda: self._policy):
+            with (
+                regions_routed(lambda: self._policy),
+                differentiation_routed(lambda: self._policy),
+                data_writes_routed(lambda: self._policy is not None),
+            ):
                 yield
         finally:
             for target, attribute, old in reversed(saved):

@@ -24,6 +24,7 @@ def make_plan(root: nn.Module, units: Mapping[str, nn.Module], trace: Trace, pla
     """
     last = placement.num_stages - 1
     _check_differentiation(trace, placement)
+    _check_generators(trace, placement)
     stage_of_call = [placement.stage_of(call.unit) for call in trace.calls]
     homes = parameter_stages(root, units, trace, placement)
     needed_at: dict[ValueId, int] = {}
@@ -71,6 +72,19 @@ def _check_differentiation(trace: Trace, placement: Placement) -> None:
                 "differentiation in the first batch; give an example_batch=... to D9DStrategy that shows it, name a "
                 "unit around these with units=[...], or keep them together with split_points=[...]."
             )
+
+
+def _check_generators(trace: Trace, placement: Placement) -> None:
+    drawing: dict[str, list[str]] = {}
+    for name, unit in trace.lent_generators:
+        drawing.setdefault(name, []).append(unit)
+    if placement.num_stages > 1 and drawing:
+        name, units = next(iter(drawing.items()))
+        raise PartitionError(
+            f"the units {units!r} draw from the random generator {name!r}, which other parts of the step hold too. On "
+            "a stage that does not run these units it would not move on. Expected: a generator of its own in each "
+            "unit, or torch's global one (leave out generator=...), which every stage keeps in step."
+        )
 
 
 def _boundaries(needed_at: Mapping[ValueId, int], stage_of_call: list[int], num_stages: int) -> tuple[Boundary, ...]:

@@ -30,6 +30,7 @@ class Provenance(TorchDispatchMode):
 
     Attributes:
         read: Sources of everything whose content decided what glue did (``if mask.any()``, ``.item()``, ``nonzero``).
+        shapes_follow_data: Whether an operator made a tensor whose shape depends on data.
         overwritten: Values changed in place by glue.
         writes: For each watched tensor written by glue, the sources of its new content.
     """
@@ -37,6 +38,7 @@ class Provenance(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: frozenset[Source] = _NONE
+        self.shapes_follow_data = False
         self.overwritten: set[ValueId] = set()
         self.writes: dict[Any, frozenset[Source]] = {}
         self._memory: dict[int, Cell] = {}
@@ -97,6 +99,7 @@ class Provenance(TorchDispatchMode):
         out = func(*args, **kwargs)
         if _reads_values(func):
             self.read |= found
+            self.shapes_follow_data |= torch.Tag.dynamic_output_shape in func.tags
         written = shapes.written_positions(func, args, kwargs)
         for position in written:
             cell = self.cell(inputs[position])

@@ -7,6 +7,7 @@ they were before, and in the same objects.
 from __future__ import annotations
 
 import random
+import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -14,21 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModuleSnapshot", "RandomState", "fill_container", "generators_of", "is_plain_object", "numpy_random"]
+from d9d_lightning.partition.generators import (
+    equal_states,
+    generator_state,
+    is_generator,
+    numpy_random,
+    set_generator_state,
+)
+
+__all__ = ["ModuleSnapshot", "RandomState", "fill_container", "is_plain_object"]
 
 _SKIPPED = frozenset(
     {"_parameters", "_modules", "_buffers", "_call_impl", "_compiled_call_impl", "forward", "_trainer"}
 )
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities")
-
-
-def numpy_random() -> Any:
-    """``numpy.random``, or None without numpy."""
-    try:
-        import numpy
-    except ImportError:  # numpy is optional for torch, so it is for us
-        return None
-    return numpy.random
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy", "builtins", "lightning_utilities", "functools")
 
 
 class RandomState:
@@ -72,23 +72,13 @@ def _numpy_moved(before: Any, now: Any) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """An object of the user's own making, whose fields count as state."""
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, _NESTED):
+    if not hasattr(value, "__dict__") or isinstance(value, _NOT_STATE) or is_generator(value):
         return False
     return type(value).__module__.split(".")[0] not in _FOREIGN
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _SKIPPED}
-
-
-def generators_of(root: nn.Module) -> dict[str, torch.Generator]:
-    """Random generators kept on attributes anywhere in the module, by qualified name."""
-    found = {}
-    for path, module in root.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Generator):
-                found[f"{path}.{name}" if path else name] = value
-    return found
 
 
 class ModuleSnapshot:
@@ -108,10 +98,10 @@ class ModuleSnapshot:
         self._modules = [(path, module) for path, module in root.named_modules() if id(module) not in skipped]
         self._attributes = [_attributes(module) for _, module in self._modules]
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
         for attributes in self._attributes:
             for value in attributes.values():
                 self._remember(value, 0)
-        self._generators = {name: (g, g.get_state()) for name, g in generators_of(root).items()}
         self._random = RandomState()
         self._buffers = [dict(module._buffers) for _, module in self._modules]
         self.copies: dict[str, torch.Tensor] = {}
@@ -128,6 +118,9 @@ class ModuleSnapshot:
 
     def _remember(self, value: Any, depth: int) -> None:
         if depth > 4 or id(value) in self._containers or isinstance(value, torch.Tensor | nn.Module | str):
+            return
+        if is_generator(value):
+            self._generators[id(value)] = (value, generator_state(value))
             return
         if isinstance(value, dict):
             self._containers[id(value)] = (value, dict(value))
@@ -148,9 +141,11 @@ class ModuleSnapshot:
     def _collect(self, value: Any, found: set[int]) -> None:
         """Containers reachable from a value, as :meth:`_remember` enters them."""
         target = vars(value) if is_plain_object(value) else value
-        if not isinstance(target, _NESTED) or id(target) in found:
+        if not (isinstance(target, _NESTED) or id(target) in self._generators) or id(target) in found:
             return
         found.add(id(target))
+        if id(target) in self._generators:
+            return
         for child in list(target.values() if isinstance(target, dict) else target):
             self._collect(child, found)
 
@@ -171,9 +166,20 @@ class ModuleSnapshot:
             for name, buffer in module._buffers.items() if id(module) not in inside else ():
                 if buffer is not None and not self._is_untouched_copy(prefix + name, buffer):
                     yield prefix + name
-        for name, (generator, state) in self._generators.items():
-            if not torch.equal(generator.get_state(), state):
-                yield name
+
+    def generators_outside(self, units: dict[str, nn.Module]) -> list[tuple[str, Any]]:
+        """Generators that glue can reach, with the names of the attributes that hold them."""
+        inside = {id(module) for unit in units.values() for module in unit.modules()}
+        found: dict[int, tuple[str, Any]] = {}
+        if not self._generators:
+            return []
+        for (path, module), attributes in zip(self._modules, self._attributes, strict=True):
+            for name, value in attributes.items() if id(module) not in inside else ():
+                reached: set[int] = set()
+                self._collect(value, reached)
+                for key in reached & self._generators.keys():
+                    found.setdefault(key, (f"{path}.{name}" if path else name, self._generators[key][0]))
+        return list(found.values())
 
     def _is_untouched_copy(self, name: str, tensor: Any) -> bool:
         copy = self.copies.get(name)
@@ -183,6 +189,8 @@ class ModuleSnapshot:
         if id(value) in seen:
             return False
         seen.add(id(value))
+        if id(value) in self._generators:
+            return not equal_states(generator_state(value), self._generators[id(value)][1])
         target = vars(value) if is_plain_object(value) else value
         saved = self._containers.get(id(value))
         if saved is None and not isinstance(value, tuple):
@@ -190,7 +198,10 @@ class ModuleSnapshot:
         if saved is not None and _differs(target, saved[1]):
             return True
         children = target.values() if isinstance(target, dict) else target
-        return any(self._content_changed(child, seen) for child in children if isinstance(child, _NESTED))
+        return any(self._content_changed(child, seen) for child in children if self._holds_state(child))
+
+    def _holds_state(self, value: Any) -> bool:
+        return isinstance(value, _NESTED) or id(value) in self._generators or is_plain_object(value)
 
     def restore(self, keep: Collection[str] = ()) -> None:
         """Put everything back, in the objects it was in, except the names to keep."""
@@ -207,7 +218,7 @@ class ModuleSnapshot:
             if id(value) not in kept_containers and _differs(value, saved):
                 fill_container(value, saved)
         for generator, state in self._generators.values():
-            generator.set_state(state)
+            set_generator_state(generator, state)
         for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
             if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are fixed once it is made
                 module._buffers.clear()
@@ -218,6 +229,7 @@ class ModuleSnapshot:
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called")))
 _NESTED = (dict, list, deque, set, tuple)
+_NOT_STATE = (*_NESTED, type, nn.Module, types.ModuleType)
 
 
 def fill_container(container: Any, content: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +17,17 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, Output, calls_between
-from d9d_lightning.partition.effects import Effects, HookRecorder, Observation
+from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.flops import FlopCounter
+from d9d_lightning.partition.generators import LentGenerators
 from d9d_lightning.partition.interception import Interceptor
-from d9d_lightning.partition.placeholder import Placeholder, cured_afterwards, is_placeholder
+from d9d_lightning.partition.observed import ObservedCall, spec_of, version_of
+from d9d_lightning.partition.placeholder import Placeholder, cured_afterwards
 from d9d_lightning.partition.provenance import Provenance, Source
 from d9d_lightning.partition.shapes import Geometry, cheap_random_numbers
 from d9d_lightning.partition.snapshot import ModuleSnapshot, RandomState
 from d9d_lightning.partition.structure import copy_containers, tensors_in
-from d9d_lightning.values import Trace, UnitCall, ValueId, ValueSpec
+from d9d_lightning.values import Trace, UnitCall, ValueId
 
 __all__ = ["Exchange", "Meter", "ObservedCall", "TraceDepth", "trace_step"]
 
@@ -38,27 +39,6 @@ class TraceDepth(enum.Enum):
     """Units give shapes only; glue on the batch is real."""
     VALUES = "values"
     """Everything is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedCall:
-    """What one call of a unit did.
-
-    Attributes:
-        effects: What it made visible.
-        tensors: The visible tensors.
-        draws: Random generators that it advanced.
-        flops: Floating point operations.
-        memory: For each visible tensor a number that those sharing memory have in common.
-        given: For each visible tensor the position of an argument that it shares memory with, or None.
-    """
-
-    effects: Effects
-    tensors: list[torch.Tensor]
-    draws: frozenset[str]
-    flops: int
-    memory: tuple[int, ...] = ()
-    given: tuple[int | None, ...] = ()
 
 
 Exchange = Callable[[str, Callable[[], ObservedCall]], tuple[ObservedCall, bool]]
@@ -119,6 +99,7 @@ def trace_step(
     """
     tracer = _Tracer(root, interceptor, depth, exchange, position or _leave_generators, meter or _measure_nothing)
     snapshot = ModuleSnapshot(root, silenced)
+    tracer.lent.generators = snapshot.generators_outside(interceptor.units)
     keep: list[str] = []
     try:
         with cured_afterwards(), _traced_parameters(root, tracer, depth, device):
@@ -206,6 +187,7 @@ class _Tracer:
         self._region: int | None = None
         self._num_regions = 0
         self._joined: list[frozenset[int]] = []
+        self.lent = LentGenerators()
         self._random_at_entry = RandomState()
 
     def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
@@ -241,7 +223,7 @@ class _Tracer:
         result: list[Any] = []
 
         def run() -> ObservedCall:
-            with self._meter(unit):
+            with self._meter(unit), self.lent.watching(unit):
                 observed, value = self._observe(module, original, args, kwargs, own)
             result.append(value)
             return observed
@@ -290,7 +272,7 @@ class _Tracer:
         own: set[int],
     ) -> tuple[ObservedCall, Any]:
         with _disable_current_modes():
-            watch = Observation(module, (args, kwargs), _version_of)
+            watch = Observation(module, (args, kwargs), version_of)
             before = RandomState()
             with HookRecorder(module) as hooks, FlopCounter() as flops, cheap_random_numbers():
                 result = self._interceptor.run_inside(original, args, kwargs)
@@ -329,7 +311,7 @@ class _Tracer:
             needs=frozenset(s for s in needs if isinstance(s, ValueId)),
             raw_parameters=frozenset(s for s in needs if isinstance(s, str)),
             effects=observed.effects,
-            values=tuple(_spec_of(tensor) for tensor in observed.tensors),
+            values=tuple(spec_of(tensor) for tensor in observed.tensors),
             draws=observed.draws,
             region=self._region,
             flops=observed.flops,
@@ -367,6 +349,8 @@ class _Tracer:
             written_parameters={n: s - {n} for (kind, n), s in provenance.writes.items() if kind == "parameter"},
             overwritten_inputs=frozenset(n for kind, n in provenance.writes if kind == "input"),
             joined=tuple(self._joined),
+            lent_generators=tuple(sorted(self.lent.found)),
+            shapes_follow_data=provenance.shapes_follow_data,
         )
 
 
@@ -375,21 +359,6 @@ _SCALAR = Geometry((), (), 0, torch.float32, torch.device("cpu"))
 
 def _is_metric(method: Callable[..., Any]) -> bool:
     return isinstance(getattr(method, "__self__", None), nn.Module) and getattr(method, "__name__", "") != "log"
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, Placeholder):
-        return tensor.cell.version
-    if is_placeholder(tensor):
-        return -1
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _spec_of(tensor: torch.Tensor) -> ValueSpec:
-    if tensor.layout is not torch.strided:
-        return ValueSpec(tuple(tensor.shape), (), tensor.dtype, tensor.device.type, tensor.requires_grad, True)
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    return ValueSpec(shape, stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
 def _attribute(root: nn.Module, name: str) -> Any:

@@ -150,7 +150,7 @@ class Planner:
         Raises:
             PartitionError: There is no unit, or the given split points do not fit.
         """
-        if not self.units:
+        if not self._parameters:
             raise PartitionError("the module has no parameters, so there is nothing to place on stages")
         trace = self._trace_until_units_are_called(step, microbatch)
         while len(groups := group_units(trace)) < len(stage_to_rank):

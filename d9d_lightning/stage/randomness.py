@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from d9d_lightning.partition.snapshot import numpy_random
+from d9d_lightning.partition.generators import numpy_random
 
 __all__ = ["set_position"]
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d9d_lightning.partition.snapshot import ModuleSnapshot, numpy_random
+from d9d_lightning.partition.generators import numpy_random
+from d9d_lightning.partition.snapshot import ModuleSnapshot
 
 __all__ = ["Recomputation", "find_recomputed", "matching_modules"]
 

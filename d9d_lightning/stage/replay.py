@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from d9d_lightning.errors import PlaceholderReadError, StageError, UnplannedCallError
+from d9d_lightning.errors import PipelineError, PlaceholderReadError, StageError, UnplannedCallError
 from d9d_lightning.partition.differentiation import Output
 from d9d_lightning.partition.effects import HookRecorder
 from d9d_lightning.partition.interception import Interceptor
@@ -172,9 +172,10 @@ class _ReplayPolicy:
                     self._finish(output)
         except ReplayCut:
             self.was_cut = True
-        except Exception:
+        except Exception as error:
             # Glue on placeholders may fail in its own ways; the stage that finishes the step tells whether it is wrong.
             if not self._past_own_work:
+                self._blame_shapes(error)
                 raise
             self.was_cut = True
         finally:
@@ -186,6 +187,11 @@ class _ReplayPolicy:
                 f"the step ended after {self._index} unit calls; next in the plan is "
                 + describe_call(self._entries[self._index])
             )
+
+    def _blame_shapes(self, error: Exception) -> None:
+        """Placeholders have the shapes of the traced batch; where those follow data, they may not fit this one."""
+        if self._script.plan.trace.shapes_follow_data and not isinstance(error, PipelineError):
+            raise UnplannedCallError(f"{type(error).__name__}: {error} (with the shapes of another batch)") from error
 
     def _finish(self, output: Any) -> None:
         if self._index != len(self._entries):

@@ -9,6 +9,7 @@ that finishes the step becomes the module's state after the batch.
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from d9d_lightning.partition.generators import generator_state, is_generator, set_generator_state
 from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.partition.snapshot import fill_container, is_plain_object
 from d9d_lightning.partition.structure import tensors_in
@@ -79,14 +81,14 @@ class _ObjectSlot(_ContentSlot):
 
 
 class _GeneratorSlot(_Slot):
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: Any) -> None:
         self.generator = generator
 
     def get(self) -> Any:
-        return self.generator.get_state()
+        return generator_state(self.generator)
 
     def set(self, value: Any) -> None:
-        self.generator.set_state(value)
+        set_generator_state(self.generator, value)
 
 
 _ABSENT = object()
@@ -101,7 +103,7 @@ def _slots_of(root: nn.Module, name: str) -> list[_Slot]:
         if depth > 4 or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, torch.Generator):
+        if is_generator(value):
             slots.append(_GeneratorSlot(value))
         elif isinstance(value, dict | list | set | deque):
             slots.append(_ContentSlot(value))
@@ -181,7 +183,7 @@ def _same_form(old: Any, new: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list | set | deque | tuple | torch.Generator) or is_plain_object(value)
+    return isinstance(value, dict | list | set | deque | tuple) or is_generator(value) or is_plain_object(value)
 
 
 def export_state(root: nn.Module, names: Sequence[str]) -> dict[str, bytes]:
@@ -189,15 +191,36 @@ def export_state(root: nn.Module, names: Sequence[str]) -> dict[str, bytes]:
     exported: dict[str, bytes] = {}
     for name in names:
         value = _AttributeSlot(root, name).get()
-        if isinstance(value, torch.Generator):
-            value = value.get_state()
+        if is_generator(value):
+            value = generator_state(value)
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             value = _detached(value)
         try:
-            exported[name] = pickle.dumps(value)
+            exported[name] = _pickled(value)
         except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
             continue
     return exported
+
+
+class _Pickler(pickle.Pickler):
+    """Takes torch's generators along, which cannot be pickled by themselves."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return _make_generator, (value.device.type, value.get_state())
+        return NotImplemented
+
+
+def _make_generator(device: str, state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return generator
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _detached(value: Any) -> Any:
@@ -213,8 +236,8 @@ def adopt_state(root: nn.Module, exported: dict[str, bytes]) -> None:
     for name, data in exported.items():
         slot = _AttributeSlot(root, name)
         old, value = slot.get(), pickle.loads(data)
-        if isinstance(old, torch.Generator):
-            old.set_state(value)
+        if is_generator(old):
+            set_generator_state(old, value)
         elif _same_form(old, value):
             with torch.no_grad():
                 old.copy_(value)

@@ -137,9 +137,12 @@ class LocalPipeline:
         recomputation = Recomputation(find_recomputed(self.module, self.planner.units, self._recomputed))
         with recomputation.installed(), self.planner.interceptor.installed():
             self._run_interleaved(executors, absent, program, mailbox, result)
-        for executor in executors:
-            if executor.failure is not None:
-                raise executor.failure
+        failures = [executor.failure for executor in executors if executor.failure is not None]
+        for failure in failures:  # an unplanned call outweighs what may have come of it
+            if isinstance(failure, UnplannedCallError | PlaceholderReadError):
+                raise failure
+        if failures:
+            raise failures[0]
         if worlds[-1] is not None:
             worlds[-1].commit()
         return result
