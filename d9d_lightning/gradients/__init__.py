@@ -11,6 +11,7 @@ from d9d_lightning.gradients.norm import (
     clip_gradients_by_value,
     global_gradient_norm,
     global_parameter_norms,
+    scale_gradients,
 )
 from d9d_lightning.gradients.synchronizer import GradientSynchronizer
 
@@ -23,4 +24,5 @@ __all__ = [
     "clip_gradients_by_value",
     "global_gradient_norm",
     "global_parameter_norms",
+    "scale_gradients",
 ]

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from d9d_lightning.gradients.elementwise import by_device_and_dtype, clamp_in_place, scale_in_place
-from d9d_lightning.gradients.tensors import is_sharded, local_gradient, local_tensor
+from d9d_lightning.gradients.tensors import is_sharded, local_tensor, stored_gradient
 
 __all__ = [
     "clip_gradients_by_norm",
     "clip_gradients_by_value",
     "global_gradient_norm",
     "global_parameter_norms",
+    "scale_gradients",
 ]
 
 _EPSILON = 1e-6
@@ -118,6 +119,11 @@ def clip_gradients_by_value(parameters: Iterable[torch.Tensor], clip_value: floa
     clamp_in_place(_local_gradients(_unique(parameters)), clip_value)
 
 
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply every gradient in place; a 0-dim tensor keeps the host from waiting for the device."""
+    scale_in_place(_local_gradients(_unique(parameters)), factor)
+
+
 def global_parameter_norms(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     *,
@@ -152,7 +158,8 @@ def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    found = [stored_gradient(parameter) for parameter in parameters]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _by_shard_groups(
@@ -175,7 +182,7 @@ def _local_power_sum(
     gradients: list[torch.Tensor] = []
     shares: dict[int, float] = {}
     for parameter in parameters:
-        gradient = local_gradient(parameter)
+        gradient = stored_gradient(parameter)
         share = weights.get(parameter, 1.0)
         if gradient is not None and gradient.numel() and share:
             gradients.append(gradient)

@@ -12,11 +12,10 @@ from d9d_lightning.errors import GradientSyncError
 from d9d_lightning.gradients.agreement import compare_replicas
 from d9d_lightning.gradients.binding import BucketRules, without_repeats
 from d9d_lightning.gradients.bucket import AbstractGradientBucket
-from d9d_lightning.gradients.elementwise import scale_in_place
 from d9d_lightning.gradients.ledger import BucketLedger, join_names
+from d9d_lightning.gradients.norm import scale_gradients
 from d9d_lightning.gradients.plan import MeshLike, mesh_axes, read_group
 from d9d_lightning.gradients.reduction import Communicator
-from d9d_lightning.gradients.tensors import local_tensor
 
 __all__ = ["GradientSynchronizer"]
 
@@ -277,8 +276,7 @@ class GradientSynchronizer:
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place; a 0-dim tensor keeps the host from waiting for the device."""
-        gradients = [slot.parameter.grad for _, slot in self._bound("scale_gradients").slots.values()]
-        scale_in_place([local_tensor(gradient) for gradient in gradients if gradient is not None], factor)
+        scale_gradients(self._bound("scale_gradients").slots, factor)
 
     def lower_gradients(self) -> None:
         """Give the optimizer gradients in the element type of their parameters.

@@ -31,6 +31,19 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The numbers that this rank stores of ``parameter.grad``, sharing its memory; None if there is no gradient.
+
+    A sparse gradient is coalesced for that, so that each of its elements is one number.
+    """
+    gradient = local_gradient(parameter)
+    if gradient is None or gradient.layout is not torch.sparse_coo:
+        return gradient
+    if not gradient.is_coalesced():
+        parameter.grad = gradient = gradient.coalesce()
+    return gradient._values()
+
+
 def wrap_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A local tensor as what ``parameter.grad`` must be: a DTensor with the parameter's placements, or itself."""
     if not isinstance(parameter, DTensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from d9d_lightning.gradients import clip_gradients_by_norm
+from d9d_lightning.gradients import clip_gradients_by_norm, clip_gradients_by_value
 
 __all__ = ["bind_clipping"]
 
@@ -44,11 +44,16 @@ def bind_clipping(
         parameters = list(self.main_params(optimizer))
         clip_gradients_by_norm(parameters, float(clip_val), groups=groups, weights=weights, device=device)
 
+    def clip_grad_by_value(self: Precision, optimizer: Optimizer, clip_val: float) -> None:
+        clip_gradients_by_value(self.main_params(optimizer), float(clip_val))
+
     def after_closure(self: Precision, model: Any, optimizer: Any) -> None:
         type(self)._after_closure(self, model, optimizer)
         lower_gradients()
 
     plugin.clip_grad_by_norm = types.MethodType(clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+    # torch's own clamps no sparse gradients
+    plugin.clip_grad_by_value = types.MethodType(clip_grad_by_value, plugin)  # type: ignore[method-assign]
     plugin._after_closure = types.MethodType(after_closure, plugin)  # type: ignore[method-assign]
     if getattr(plugin, "scaler", None) is None:
         # MixedPrecision refuses fused optimizers whatever the element type; that is right with a scaler only

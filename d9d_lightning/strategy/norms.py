@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from d9d_lightning.gradients import global_gradient_norm
 from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.strategy.placement import known_placement
 from d9d_lightning.values import LogRecord
@@ -43,7 +44,7 @@ def grad_norm(module: LightningModule, norm_type: float | str = 2.0, group_separ
         raise ValueError(f"norm_type is {norm_type}; give a positive number or math.inf")
     placed = known_placement(module)
     own = {
-        name: float(parameter.grad.detach().norm(norm_type))
+        name: float(global_gradient_norm([parameter], norm_type=norm_type))
         for name, parameter in module.named_parameters()
         if parameter.grad is not None and (placed is None or placed.size == 1 or placed.ownership.saves(name))
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from d9d_lightning.errors import GradientSyncError, UnplannedCallError
-from d9d_lightning.gradients import GradientSynchronizer
+from d9d_lightning.gradients import GradientSynchronizer, scale_gradients
 from d9d_lightning.strategy.losses import WeightWindow
 from d9d_lightning.strategy.options import StrategyOptions
 
@@ -187,9 +186,7 @@ class GradientReduction:
         if self._synchronizer is not None:
             self._synchronizer.scale_gradients(factor)
             return
-        gradients: list[Any] = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        scale_gradients(self._parameters.values(), factor)
 
 
 def _pool(value: Tensor, group: ProcessGroup) -> float:

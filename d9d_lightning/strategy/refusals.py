@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.strategy.compat import TrainerFn, is_overridden, is_param_in_hook_signature, trainer_callbacks
@@ -56,11 +56,12 @@ def _refuse_backward(module: LightningModule) -> None:
         )
 
 
-def refuse_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+def refuse_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], replicas: int = 1) -> None:
     """Refuse optimizers that ranks cannot step alone.
 
     Raises:
-        PipelineConfigurationError: Several optimizers, or one that runs the closure more than once.
+        PipelineConfigurationError: Several optimizers, one that runs the closure more than once, or one that takes
+            sparse gradients only, which replicas do not have.
     """
     name = type(module).__name__
     if len(optimizers) > 1:
@@ -74,4 +75,9 @@ def refuse_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) 
             raise PipelineConfigurationError(
                 f"{name}.configure_optimizers returned LBFGS, which runs the step as often as its own line search "
                 "asks for; ranks would disagree. Use SGD, Adam or AdamW."
+            )
+        if isinstance(optimizer, SparseAdam) and replicas > 1:
+            raise PipelineConfigurationError(
+                f"{name}.configure_optimizers returned SparseAdam, which takes sparse gradients only; those averaged "
+                "over replicas are dense. Use SGD, Adagrad or AdamW, or train with data_parallel_size=1."
             )

@@ -153,7 +153,7 @@ class Run:
             optimizers: The user's.
             pending: What a checkpoint has for the module, loaded as soon as it is placed.
         """
-        refuse_optimizers(self._module, optimizers)
+        refuse_optimizers(self._module, optimizers, self._world.axes.data)
         known = self.is_placed
         if not known:
             groups = self._world.groups
