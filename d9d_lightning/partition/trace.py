@@ -220,11 +220,13 @@ class _Tracer:
         own = {id(provenance.cell(p)) for p in module.parameters()}
         for parameter in module.parameters():  # weights swapped in by functional_call are inputs too
             needs |= {s for s in provenance.cell(parameter).sources if isinstance(s, ValueId)}
+        # a call may put further tensors into its arguments, such as a cache, and where it does not run they come later
+        given = tensors_in((args, kwargs))
         result: list[Any] = []
 
         def run() -> ObservedCall:
             with self._meter(unit), self.lent.watching(unit):
-                observed, value = self._observe(module, original, args, kwargs, own)
+                observed, value = self._observe(module, original, args, kwargs, own, given)
             result.append(value)
             return observed
 
@@ -233,7 +235,7 @@ class _Tracer:
         else:
             observed, _ = self._exchange(unit, run)
         number = len(self._calls)
-        self._mark_values(number, observed, (args, kwargs))
+        self._mark_values(number, observed, given)
         if not result:
             with _disable_current_modes():
                 result.append(observed.effects.apply(module, (args, kwargs), observed.tensors.__getitem__, []))
@@ -270,6 +272,7 @@ class _Tracer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         own: set[int],
+        given: Sequence[torch.Tensor],
     ) -> tuple[ObservedCall, Any]:
         with _disable_current_modes():
             watch = Observation(module, (args, kwargs), version_of)
@@ -277,21 +280,20 @@ class _Tracer:
             with HookRecorder(module) as hooks, FlopCounter() as flops, cheap_random_numbers():
                 result = self._interceptor.run_inside(original, args, kwargs)
             effects, tensors = watch.finish(result, hooks)
-            memory, given = self._shared_memory(tensors, (args, kwargs), own)
-            return ObservedCall(effects, tensors, before.drawn_since(), flops.total, memory, given), result
+            memory, shared = self._shared_memory(tensors, given, own)
+            return ObservedCall(effects, tensors, before.drawn_since(), flops.total, memory, shared), result
 
     def _shared_memory(
-        self, tensors: Sequence[torch.Tensor], inputs: Any, own: set[int]
+        self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], own: set[int]
     ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
         cell = self._provenance.cell
-        arguments = {id(cell(tensor)): position for position, tensor in enumerate(tensors_in(inputs))}
+        arguments = {id(cell(tensor)): position for position, tensor in enumerate(inputs)}
         cells = [id(cell(tensor)) for tensor in tensors]
         memory = tuple(cells.index(found) for found in cells)
         return memory, tuple(None if found in own else arguments.get(found) for found in cells)
 
-    def _mark_values(self, call: int, observed: ObservedCall, inputs: Any) -> None:
+    def _mark_values(self, call: int, observed: ObservedCall, arguments: Sequence[torch.Tensor]) -> None:
         provenance, tensors = self._provenance, observed.tensors
-        arguments = tensors_in(inputs)
         for kind, key in observed.effects.written:
             if kind == "argument":
                 provenance.note_overwritten(arguments[key])

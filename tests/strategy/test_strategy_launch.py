@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,49 @@ def test_a_script_starts_its_own_processes_or_runs_under_torchrun(tmp_path, modu
     assert_equals_one_device(tmp_path / "end.ckpt")
 
 
+def start_as_slurm_does(folder: Path, rank: int, port: int) -> subprocess.Popen[str]:
+    """One of two tasks that ``srun --ntasks=2`` would start on a host."""
+    variables = {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(folder / "script.py")],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_tasks_of_slurm_are_the_processes_of_the_pipeline(tmp_path):
+    """Two tasks with the variables that ``srun`` sets train together, and neither starts further processes."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(here=str(HERE), body=TRAIN_AND_SAVE))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tasks = [start_as_slurm_does(tmp_path, rank, port) for rank in (0, 1)]
+    try:
+        ended = [task.communicate(timeout=LONG) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], ended[0][1][-3000:]
+    lines = [[line for line in out.splitlines() if line.startswith("RESULT")] for out, _ in ended]
+    assert lines == [["RESULT 0 2 8"], ["RESULT 1 2 8"]]
+    assert_equals_one_device(tmp_path / "end.ckpt")
+
+
 SPAWN = """
 if __name__ == "__main__":
     L.seed_everything(7, verbose=False)
@@ -114,7 +158,8 @@ class Data(L.LightningDataModule):
         return make_loader()
 cli = LightningCLI(Classifier, Data)
 strategy = cli.trainer.strategy
-print("RESULT", type(strategy).__name__, strategy.options.num_microbatches, cli.trainer.global_step)
+options = strategy.options
+print("RESULT", type(strategy).__name__, options.schedule, options.num_microbatches, cli.trainer.global_step)
 """
 
 YAML = """
@@ -130,13 +175,25 @@ trainer:
     init_args:
       schedule: 1f1b
       num_microbatches: 3
+      activation_checkpointing: torch.nn.Linear
+      timeout: 60
+"""
+
+NAMED = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  strategy: d9d_1f1b
 """
 
 
-def test_the_command_line_takes_the_strategy_from_a_file(tmp_path):
-    """LightningCLI builds the strategy from ``class_path`` and ``init_args`` in YAML."""
-    pytest.importorskip("jsonargparse")
-    (tmp_path / "mine.yaml").write_text(YAML)
+@pytest.mark.parametrize(("yaml", "microbatches"), [(YAML, 3), (NAMED, "auto")], ids=["class path", "registry name"])
+def test_the_command_line_takes_the_strategy_from_a_file(tmp_path, yaml, microbatches):
+    """LightningCLI builds the strategy from ``class_path`` and ``init_args`` in YAML, or from a registered name."""
+    (tmp_path / "mine.yaml").write_text(yaml)
     script = tmp_path / "cli.py"
     script.write_text(SCRIPT.format(here=str(HERE), body=CLI))
     done = subprocess.run(
@@ -148,7 +205,7 @@ def test_the_command_line_takes_the_strategy_from_a_file(tmp_path):
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert results(done) == ["RESULT D9DStrategy 3 4"]
+    assert results(done) == [f"RESULT D9DStrategy 1f1b {microbatches} 4"]
 
 
 def test_a_child_that_cannot_start_ends_everything(tmp_path):
