@@ -15,7 +15,7 @@ from d9d_lightning.errors import PartitionError, PipelineError, PlaceholderReadE
 from d9d_lightning.partition.units import parameter_owners
 from d9d_lightning.runtime.agreement import Agreement
 from d9d_lightning.runtime.commitment import Commitment, StepObserver
-from d9d_lightning.runtime.executor import Monitor, PipelineExecutor, Transport
+from d9d_lightning.runtime.executor import Monitor, PipelineExecutor
 from d9d_lightning.runtime.exhaustion import explain_exhaustion, is_exhaustion
 from d9d_lightning.runtime.fallbacks import FallbackNews, describe_fallbacks
 from d9d_lightning.runtime.gradient_backup import GradientBackup
@@ -30,6 +30,7 @@ from d9d_lightning.runtime.ownership import (
     release_parameters,
 )
 from d9d_lightning.runtime.pretrained import PretrainedWeights
+from d9d_lightning.runtime.recorder import StepRecorder
 from d9d_lightning.runtime.solitary import NoTransport
 from d9d_lightning.runtime.state_sharing import share_state
 from d9d_lightning.runtime.together import run_together
@@ -79,6 +80,7 @@ class Pipeline:
 
     Attributes:
         monitor: Told which action runs.
+        recorder: Notes when each action of a training step begins and ends.
         planner: Traces and plans.
     """
 
@@ -113,6 +115,7 @@ class Pipeline:
         self._device = torch.device(device)
         self._transport = None if groups is None else ProcessTransport(groups, self.stage_to_rank, self._device)
         self.monitor: Monitor | None = None
+        self.recorder = StepRecorder(rank)
         self._recomputed = recomputed
         self._recomputation = Recomputation({})
         self._ownership: Ownership | None = None
@@ -329,19 +332,17 @@ class Pipeline:
             for stage in self.own_stages
         }
         told = None if observer is None else Commitment(observer, self._groups, len(microbatches))
-        executor = PipelineExecutor(self.rank, program, stages, self._begin_transport(plans), told)
+        moving = NoTransport() if self._transport is None else self._transport.begin(plans)
+        executor = PipelineExecutor(self.rank, program, stages, self.recorder.begin(moving, self.monitor), told)
         with self._recomputation.installed(), self.planner.interceptor.installed():
-            executor.run(self.monitor)
+            executor.run(self.recorder)
         status = self._settle(executor, fresh, stages.values())
         if status is StepStatus.UNPLANNED:
             return None
+        self.recorder.end(program)
         if names:
-            last = worlds.get(len(self.stage_to_rank) - 1)
-            share_state(self.module, names, last, self._groups, self.loss_owner)
+            share_state(self.module, names, worlds.get(program.num_stages - 1), self._groups, self.loss_owner)
         return StepOutcome(outputs if self.is_loss_owner else None)
-
-    def _begin_transport(self, plans: list[Plan]) -> Transport:
-        return NoTransport() if self._transport is None else self._transport.begin(plans)
 
     def _replays(self, plans: Sequence[Plan], stage: int, world: PrivateWorld | None) -> list[Replay]:
         replays: dict[int, Replay] = {}
@@ -371,13 +372,12 @@ class Pipeline:
         return status
 
     def _lend(self) -> AbstractContextManager[None]:
-        groups = self._groups
-        if groups is None:
+        if self._groups is None:
             return nullcontext()
         trace = self.planner.setup_trace
         read = set(trace.tail_parameters).union(*(call.raw_parameters for call in trace.calls))
         loose = {name for name, unit in parameter_owners(self.module, self.planner.units).items() if unit is None}
-        return lent_parameters(self.module, sorted(read | loose), self._owners, self.rank, groups)
+        return lent_parameters(self.module, sorted(read | loose), self._owners, self.rank, self._groups)
 
     # ---- lockstep --------------------------------------------------------------------------------------------------
     def _exchange(self) -> LockstepExchange:

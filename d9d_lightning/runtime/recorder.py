@@ -6,13 +6,15 @@ Time spent waiting for a peer is noted apart from the action that waited, so tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from d9d_lightning.schedule import ActionBase
+from d9d_lightning.runtime.executor import Monitor
+from d9d_lightning.schedule import ActionBase, ActionKind, Program
 
-__all__ = ["ActionRunner", "RecordedTransport", "Span", "StepRecord", "StepRecorder"]
+__all__ = ["RecordedTransport", "Span", "StepRecord", "StepRecorder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +54,19 @@ class StepRecord:
     final_wait: float = 0.0
 
 
-class ActionRunner(Protocol):
-    """The executor, as far as recording needs it."""
-
-    actions: Sequence[ActionBase]
-
-    def execute(self, action: ActionBase) -> None:
-        """Run one action."""
-
-
 class RecordedTransport:
-    """A transport that notes how long its owner waits for tensors, and otherwise is the one it wraps."""
+    """A transport that notes how long its owner waits for tensors, and otherwise is the one it wraps.
+
+    Attributes:
+        waited: Seconds of all waits.
+        final_wait: Seconds of the wait at the end, until everything sent had left.
+        problem: What makes the step fail although every action ran; known at the end.
+    """
 
     def __init__(self, transport: Any) -> None:
         self.waited = 0.0
+        self.final_wait = 0.0
+        self.problem: Exception | None = None
         self._transport = transport
         # bound once: sends are on the path of every action
         self.send_forward: Callable[[int, int, Mapping[Any, Any]], None] = transport.send_forward
@@ -83,7 +84,10 @@ class RecordedTransport:
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
+        before = self.waited
         self._wait_for(self._transport.finish)
+        self.final_wait += self.waited - before
+        self.problem = self._transport.problem
 
     def _wait_for(self, call: Callable[..., Any], *arguments: int) -> Any:
         start = time.perf_counter()
@@ -94,39 +98,99 @@ class RecordedTransport:
 
 
 class StepRecorder:
-    """Runs programs in the executor's place and keeps the record of the latest step.
+    """Stands between the executor and its monitor and transport, and keeps the records of the latest steps.
 
     Use::
 
-        transport = RecordedTransport(transport)
-        recorder.run(PipelineExecutor(rank, program, stages, transport), transport)
-        recorder.latest.spans
+        transport = recorder.begin(transport, monitor)
+        PipelineExecutor(rank, program, stages, transport).run(recorder)
+        recorder.end(program)
 
     Ranks of one machine share a clock; across machines the records are as far apart as the machines' clocks.
 
-    Attributes:
-        latest: Record of the last step that ended without an error, or None.
+    Args:
+        rank: Rank in the pipeline.
+        keep: Number of steps to keep.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.latest: StepRecord | None = None
+    def __init__(self, rank: int, keep: int = 8) -> None:
         self._rank = rank
+        self._steps: deque[_Step] = deque(maxlen=keep)
+        self._monitor: Monitor | None = None
+        self._transport: RecordedTransport | None = None
+        self._notes: list[_Note] = []
+        self._action: Any = None
+        self._start = self._before = 0.0
 
-    def run(self, executor: ActionRunner, transport: RecordedTransport) -> StepRecord:
-        """Run all actions, wait for the last sends, and note the time of each."""
-        clock = time.perf_counter
-        since_epoch = time.time() - clock()
-        notes: list[tuple[ActionBase, float, float, float]] = []
-        before = transport.waited
-        start = clock()
-        for action in executor.actions:
-            executor.execute(action)
-            end, waited = clock(), transport.waited
-            notes.append((action, start, end, waited - before))
-            start, before = end, waited
-        transport.finish()
+    def begin(self, transport: Any, monitor: Monitor | None = None) -> RecordedTransport:
+        """A step begins; gives the transport to run it with. Pass the recorder itself as the executor's monitor."""
+        self._monitor = monitor
+        self._notes = []
+        self._transport = RecordedTransport(transport)
+        return self._transport
+
+    def enter(self, action: object) -> None:
+        """An action begins."""
+        if self._monitor is not None:
+            self._monitor.enter(action)
+        self._action = action
+        self._before = self._transport.waited if self._transport is not None else 0.0
+        self._start = time.perf_counter()
+
+    def leave(self) -> None:
+        """It ended."""
+        end = time.perf_counter()
+        waited = self._transport.waited if self._transport is not None else 0.0
+        self._notes.append((self._action, self._start, end, waited - self._before))
+        if self._monitor is not None:
+            self._monitor.leave()
+
+    def report(self, error: BaseException) -> None:
+        """This rank has failed."""
+        if self._monitor is not None:
+            self._monitor.report(error)
+
+    def end(self, program: Program) -> None:
+        """The step went well; it is kept if it had a backward."""
+        if program.compute_actions[self._rank][-1].kind is ActionKind.F:
+            return
+        transport = self._transport
+        final_wait = 0.0 if transport is None else transport.final_wait
+        self._steps.append(_Step(program, self._notes, final_wait, time.time() - time.perf_counter()))
+        self._notes = []
+        self._transport = None
+
+    @property
+    def program(self) -> Program | None:
+        """Program of the latest step that went well."""
+        return self._steps[-1].program if self._steps else None
+
+    @property
+    def latest(self) -> StepRecord | None:
+        """Record of the latest step that went well."""
+        return self._record(self._steps[-1]) if self._steps else None
+
+    def records_of(self, program: Program) -> tuple[StepRecord, ...]:
+        """Records of the latest steps that ran a program, oldest first."""
+        return tuple(self._record(step) for step in self._steps if step.program is program)
+
+    def _record(self, step: _Step) -> StepRecord:
         spans = tuple(
-            Span(str(action), start + since_epoch, end + since_epoch, wait) for action, start, end, wait in notes
+            Span(str(action), start + step.since_epoch, end + step.since_epoch, wait)
+            for action, start, end, wait in step.notes
         )
-        self.latest = StepRecord(self._rank, spans, transport.waited - before)
-        return self.latest
+        return StepRecord(self._rank, spans, step.final_wait)
+
+
+_Note = tuple[ActionBase, float, float, float]
+"""Action, start, end, wait in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is noted of a step; texts are made when somebody asks."""
+
+    program: Program
+    notes: list[_Note]
+    final_wait: float
+    since_epoch: float

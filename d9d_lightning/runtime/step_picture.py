@@ -1,4 +1,4 @@
-"""Draws one step, measured above simulated, on one scale: SVG for people, Chrome trace for tools."""
+"""Draws one step, measured above simulated, on one scale: SVG, PNG or HTML for people, Chrome trace for tools."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.runtime.step_report import StepReport
 from d9d_lightning.schedule import ActionKind, parse_action
+from d9d_lightning.schedule.raster import draw_png
 
-__all__ = ["chrome_trace", "draw_svg", "write_step"]
+__all__ = ["PICTURES", "chrome_trace", "draw_html", "draw_svg", "write_step"]
+
+PICTURES = (".svg", ".png", ".html")
 
 _COLORS = {
     ActionKind.F: "#7aa6da",
@@ -78,12 +82,35 @@ def chrome_trace(report: StepReport) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def draw_html(report: StepReport) -> str:
+    """A page with the picture of :func:`draw_svg` and the table of the report."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>one step</title></head>\n<body>\n'
+        f"{draw_svg(report)}<pre>{escape(report.text())}</pre>\n</body></html>\n"
+    )
+
+
 def write_step(report: StepReport, path: str | Path) -> None:
-    """Write ``path`` with the suffix ``.svg`` and the Chrome trace beside it with ``.json``."""
+    """Write the picture, and the Chrome trace beside it with ``.json``.
+
+    Args:
+        report: The step.
+        path: Ends with ``.svg``, ``.png`` or ``.html``.
+
+    Raises:
+        PipelineConfigurationError: Another ending.
+    """
     path = Path(path)
+    if path.suffix not in PICTURES:
+        raise PipelineConfigurationError(
+            f"a step cannot be drawn as {path.name!r}; expected a name that ends with {', '.join(PICTURES)}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".svg").write_text(draw_svg(report))
-    path.with_suffix(".json").write_text(json.dumps(chrome_trace(report)))
+    if path.suffix == ".png":
+        path.write_bytes(draw_png(draw_svg(report)))
+    else:
+        path.write_text(draw_svg(report) if path.suffix == ".svg" else draw_html(report), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(chrome_trace(report)), encoding="utf-8")
 
 
 def _measured(report: StepReport) -> Iterator[Bar]:

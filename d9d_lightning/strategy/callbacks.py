@@ -50,7 +50,7 @@ class CallbackAdapters:
             around: Context in which hooks of the user's own callbacks may call the module.
         """
         for callback in trainer_callbacks(self._trainer):
-            if self._is_split and not type(callback).__module__.startswith("lightning."):
+            if self._is_split and not type(callback).__module__.startswith(("lightning.", "d9d_lightning.")):
                 for name in CALLBACK_HOOKS:
                     if is_overridden(name, callback):
                         self._bind(callback, name, run_around(getattr(callback, name), around))

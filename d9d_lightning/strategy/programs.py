@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from d9d_lightning.errors import PipelineConfigurationError, ScheduleError
 from d9d_lightning.schedule import (
     SCHEDULES,
+    Costs,
     PipelineProgramBuilder,
     Program,
     build_program,
@@ -17,9 +18,13 @@ from d9d_lightning.schedule import (
     legal_fallback,
     make_builder,
     predict_bubble,
+    simulate,
 )
+from d9d_lightning.schedule.families.auto import AutomaticProgramBuilder
 
 __all__ = ["Programs", "schedule_names"]
+
+SMALLEST_GAIN = 0.01
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -43,6 +48,7 @@ class Programs:
         self.stage_to_rank = self._place()
         self._training: dict[int, Program] = {}
         self._evaluation: dict[int, Program] = {}
+        self._measured: PipelineProgramBuilder | None = None
         self._said: set[str] = set()
 
     def _place(self) -> tuple[int, ...]:
@@ -66,6 +72,36 @@ class Programs:
             self._training[num_microbatches] = self._build(num_microbatches)
         return self._training[num_microbatches]
 
+    @property
+    def is_adaptable(self) -> bool:
+        """Whether the order may follow measured costs: ``auto``, unless it was given costs of its own."""
+        builder = self._builder
+        return self.size > 1 and isinstance(builder, AutomaticProgramBuilder) and not builder.is_measured
+
+    def adapt(self, costs: Costs, num_microbatches: int) -> str:
+        """Take an order made for the costs, if it is predicted to save at least a hundredth of the step.
+
+        Args:
+            costs: Measured, equal on all ranks.
+            num_microbatches: The number to compare for.
+
+        Returns:
+            What was decided, for the user.
+        """
+        builder = self._builder
+        if not isinstance(builder, AutomaticProgramBuilder):
+            return "only schedule='auto' follows measured costs"
+        found = builder.with_costs(costs)
+        program = build_program(found, pp_size=self.size, num_microbatches=num_microbatches)
+        before = simulate(self.training(num_microbatches), costs, check=False).span
+        after = simulate(program, costs, check=False).span
+        times = f"{before * 1e3:.1f} ms before, {after * 1e3:.1f} ms after, by the costs that were measured"
+        if after > (1 - SMALLEST_GAIN) * before:
+            return f"schedule='auto' keeps its order ({times})"
+        self._measured = found
+        self._training = {num_microbatches: program}
+        return f"schedule='auto' takes a new order ({times})"
+
     def evaluation(self, num_microbatches: int) -> Program:
         """Forward-only program on the same placement."""
         if num_microbatches not in self._evaluation:
@@ -79,6 +115,8 @@ class Programs:
         return self._evaluation[num_microbatches]
 
     def _build(self, num_microbatches: int) -> Program:
+        if self._measured is not None:
+            return build_program(self._measured, pp_size=self.size, num_microbatches=num_microbatches)
         if not isinstance(self.schedule, str):
             return build_program(self.schedule, pp_size=self.size, num_microbatches=num_microbatches)
         stages = self._builder.num_stages_per_rank

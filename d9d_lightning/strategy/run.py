@@ -38,6 +38,7 @@ from d9d_lightning.strategy.keys import KeyAgreement
 from d9d_lightning.strategy.loaders import wrap_loader
 from d9d_lightning.strategy.logbook import install_logbooks
 from d9d_lightning.strategy.loop import install_loop
+from d9d_lightning.strategy.measured import MeasuredSteps, Replanner
 from d9d_lightning.strategy.meeting import Meeting, MissingRanksError
 from d9d_lightning.strategy.metrics import bind_metrics
 from d9d_lightning.strategy.options import StrategyOptions
@@ -106,6 +107,7 @@ class Run:
         self._reduction: GradientReduction | None = None
         self._training: TrainingSteps | None = None
         self._evaluation: EvaluationSteps | None = None
+        self.measured: MeasuredSteps | None = None
         refuse_module(module, trainer)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -214,7 +216,9 @@ class Run:
         )
         stages = self.placed.engine.parameter_stages
         self._reduction = GradientReduction(self.owned, stages, self._shared, replicas, self._options)
-        self._training = TrainingSteps(session, self._reduction)
+        self.measured = MeasuredSteps(self.placed.engine.recorder, runtime_groups(self._world, self._programs))
+        replanner = Replanner(self._programs, self.measured, groups.world_control if groups is not None else None)
+        self._training = TrainingSteps(session, self._reduction, replanner)
         self._evaluation = EvaluationSteps(session)
         world_group = torch.distributed.group.WORLD if groups is not None else None
         prepare_scaler(precision, self._device, world_group)

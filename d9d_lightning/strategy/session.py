@@ -95,7 +95,7 @@ class Session:
             callbacks = [
                 callback
                 for callback in trainer_callbacks(self.trainer)
-                if not type(callback).__module__.startswith("lightning.")
+                if not type(callback).__module__.startswith(("lightning.", "d9d_lightning."))
                 and not isinstance(callback, BasePredictionWriter)
             ]
             self._readers[hook] = is_overridden(hook, self.module) or any(is_overridden(hook, cb) for cb in callbacks)

@@ -17,7 +17,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from d9d_lightning.errors import PipelineError
+from d9d_lightning.errors import PipelineError, PipelineStateError
+from d9d_lightning.runtime.step_report import StepReport
 from d9d_lightning.schedule import PipelineProgramBuilder
 from d9d_lightning.strategy import compat
 from d9d_lightning.strategy.collectives import Collectives
@@ -357,6 +358,17 @@ class D9DStrategy(Explained, ParallelStrategy):
         self._running.meeting.attend("strategy.whole_module")
         with self._running.whole() as module:
             yield module
+
+    def step_report(self) -> StepReport:
+        """The latest training batch as it was measured, beside its prediction; collective over the pipeline.
+
+        Raises:
+            PipelineStateError: No training batch has run yet.
+        """
+        measured = self._running.measured
+        if measured is None:
+            raise PipelineStateError("steps are measured between setup and teardown of Trainer.fit only")
+        return measured.report()
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from d9d_lightning.runtime.batch import merge_outputs
 from d9d_lightning.strategy.compat import trainer_call
 from d9d_lightning.strategy.losses import LOSS_WEIGHT, BatchLoss, WeightWindow
+from d9d_lightning.strategy.measured import Replanner
 from d9d_lightning.strategy.precision import announce_backward, scale_root, step_context
 from d9d_lightning.strategy.records import combine_records
 from d9d_lightning.strategy.reduction import GradientReduction
@@ -50,11 +51,13 @@ class TrainingSteps:
     Args:
         session: Collaborators.
         reduction: Sums gradients over replicas and over owners of shared parameters.
+        replanner: Looks for a better order once steps were measured.
     """
 
-    def __init__(self, session: Session, reduction: GradientReduction) -> None:
+    def __init__(self, session: Session, reduction: GradientReduction, replanner: Replanner | None = None) -> None:
         self._session = session
         self._reduction = reduction
+        self._replanner = replanner
         self._window = WeightWindow()
 
     def run(self, args: tuple[Any, ...], *, synchronize: bool) -> dict[str, Any]:
@@ -81,6 +84,8 @@ class TrainingSteps:
         self._window.add(weight)
         if synchronize:
             self._reduction.finish(self._window)
+        if self._replanner is not None:
+            self._replanner.after_batch(len(microbatches))
         announce_backward(session.precision, session.module, loss)
         trainer_call._call_callback_hooks(trainer, "on_after_backward")
         trainer_call._call_lightning_module_hook(trainer, "on_after_backward")

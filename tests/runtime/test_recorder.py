@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from d9d_lightning.errors import PipelineStateError
+from d9d_lightning.errors import PipelineConfigurationError, PipelineStateError
 from d9d_lightning.runtime import recorder as recorder_module
 from d9d_lightning.runtime.recorder import RecordedTransport, Span, StepRecord, StepRecorder
 from d9d_lightning.runtime.step_picture import chrome_trace, draw_svg, write_step
 from d9d_lightning.runtime.step_report import compare_step
-from d9d_lightning.schedule import Costs, Program, build_program, parse_action, simulate
+from d9d_lightning.schedule import Costs, Program, build_program, simulate
 
 
 class Clock:
@@ -32,6 +31,8 @@ class Clock:
 
 class SlowTransport:
     """Every wait takes 2 seconds, everything else no time."""
+
+    problem: Exception | None = None
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -53,49 +54,95 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run_actions(clock: Clock, texts: list[str]) -> tuple[StepRecord, SlowTransport]:
-    inner = SlowTransport(clock)
-    transport = RecordedTransport(inner)
+class Loud:
+    """A monitor that notes what it is told."""
 
-    def execute(action) -> None:
-        if action.kind.name in ("F", "B"):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def enter(self, action: object) -> None:
+        self.told.append(f"enter {action}")
+
+    def leave(self) -> None:
+        self.told.append("leave")
+
+    def report(self, error: BaseException) -> None:
+        self.told.append(f"report {error}")
+
+
+def run_step(clock: Clock, recorder: StepRecorder, program: Program, monitor: Loud | None = None) -> SlowTransport:
+    """Rank 1's actions on the clock: computing takes 3 seconds, taking 2."""
+    inner = SlowTransport(clock)
+    transport = recorder.begin(inner, monitor)
+    for action in program.actions[1]:
+        recorder.enter(action)
+        if action.kind.is_compute:
             transport.take_forward(action.stage, action.microbatch)
             clock.now += 3
-        else:
-            transport.send_forward(action.stage, action.microbatch, {})
-
-    executor = SimpleNamespace(actions=[parse_action(text) for text in texts], execute=execute)
-    recorder = StepRecorder(rank=1)
-    record = recorder.run(executor, transport)
-    assert recorder.latest is record
-    return record, inner
+        elif action.kind.name == "SEND_B":
+            transport.send_backward(action.stage, action.microbatch, {})
+        recorder.leave()
+    transport.finish()
+    return inner
 
 
 def test_each_action_is_noted_with_its_wait_apart(clock: Clock) -> None:
-    """Start, end and wait of every action are those of the clock, since the epoch, in order."""
-    record, inner = run_actions(clock, ["1F0", "1SEND_F0", "1B0"])
-    assert record.rank == 1 and record.final_wait == 2
-    assert record.spans == (
-        Span("1F0", 1010.0, 1015.0, 2.0),
-        Span("1SEND_F0", 1015.0, 1015.0, 0.0),
-        Span("1B0", 1015.0, 1020.0, 2.0),
+    """Start, end and wait of every action are those of the clock, since the epoch, in order; the monitor hears all."""
+    program = build_program("gpipe", pp_size=2, num_microbatches=1)
+    recorder, monitor = StepRecorder(rank=1), Loud()
+    inner = run_step(clock, recorder, program, monitor)
+    recorder.end(program)
+    assert recorder.program is program and recorder.latest == StepRecord(
+        1,
+        (
+            Span("1RECV_F0", 1010.0, 1010.0, 0.0),
+            Span("1F0", 1010.0, 1015.0, 2.0),
+            Span("1B0", 1015.0, 1020.0, 2.0),
+            Span("1SEND_B0", 1020.0, 1020.0, 0.0),
+        ),
+        final_wait=2,
     )
-    assert record.spans[0].work == 3
-    assert inner.calls == ["take_forward", "send_forward", "take_forward", "finish"]
+    assert recorder.latest.spans[1].work == 3
+    assert inner.calls == ["take_forward", "take_forward", "send_backward", "finish"]
+    recorder.report(KeyError("mine"))
+    assert monitor.told.pop() == "report 'mine'"
+    assert monitor.told == [text for action in program.actions[1] for text in (f"enter {action}", "leave")]
 
 
-def test_a_failed_step_leaves_the_record_of_the_last_good_one(clock: Clock) -> None:
-    """If an action raises, its error comes out and the latest record stays."""
-    recorder = StepRecorder(rank=0)
-    transport = RecordedTransport(SlowTransport(clock))
-    good = recorder.run(SimpleNamespace(actions=[], execute=None), transport)
+def test_a_step_that_did_not_go_well_leaves_the_record_of_the_last_good_one(clock: Clock) -> None:
+    """Without ``end`` nothing is kept, and forward-only steps are not kept either."""
+    program = build_program("gpipe", pp_size=2, num_microbatches=1)
+    recorder = StepRecorder(rank=1)
+    run_step(clock, recorder, program)
+    recorder.end(program)
+    good = recorder.latest
+    run_step(clock, recorder, program)
+    assert recorder.latest == good
+    evaluation = build_program("forward_only", pp_size=2, num_microbatches=1)
+    run_step(clock, recorder, evaluation)
+    recorder.end(evaluation)
+    assert recorder.latest == good and recorder.program is program
 
-    def fail(_: object) -> None:
-        raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        recorder.run(SimpleNamespace(actions=[parse_action("0F0")], execute=fail), transport)
-    assert recorder.latest is good
+def test_the_latest_steps_of_a_program_are_kept(clock: Clock) -> None:
+    """As many as asked for, oldest first, and those of another program apart."""
+    one, other = (build_program("gpipe", pp_size=2, num_microbatches=count) for count in (1, 2))
+    recorder = StepRecorder(rank=1, keep=3)
+    for program in (one, one, other, one):
+        run_step(clock, recorder, program)
+        recorder.end(program)
+    starts = [record.spans[0].start for record in recorder.records_of(one)]
+    assert len(starts) == 2 and starts == sorted(starts)
+    assert [len(record.spans) for record in recorder.records_of(other)] == [8]
+
+
+def test_a_problem_of_the_transport_is_passed_on(clock: Clock) -> None:
+    """What the transport finds wrong at the end of the step is what the executor gets to see."""
+    inner = SlowTransport(clock)
+    inner.problem = KeyError("late")
+    transport = RecordedTransport(inner)
+    transport.finish()
+    assert transport.problem is inner.problem
 
 
 def records_of(program: Program, costs: Costs) -> list[StepRecord]:
@@ -179,6 +226,19 @@ def test_the_picture_shows_every_action_twice(tmp_path: Path) -> None:
     )
     assert draw_svg(report) == (tmp_path / "traces" / "step_7.svg").read_text()
     assert chrome_trace(report)["traceEvents"] == events
+
+
+@pytest.mark.parametrize(("ending", "begins"), [(".png", b"\x89PNG"), (".html", b"<!DOCTYPE html>"), (".svg", b"<svg")])
+def test_a_step_is_drawn_in_the_form_that_the_name_asks_for(tmp_path: Path, ending: str, begins: bytes) -> None:
+    """PNG, HTML and SVG by the ending of the name; the page has the table too; another ending is refused."""
+    program = build_program("1f1b", pp_size=2, num_microbatches=4)
+    report = compare_step(program, records_of(program, Costs()))
+    write_step(report, tmp_path / f"step{ending}")
+    content = (tmp_path / f"step{ending}").read_bytes()
+    assert content.startswith(begins)
+    assert ending != ".html" or report.text().splitlines()[1].encode() in content
+    with pytest.raises(PipelineConfigurationError, match=r"\.svg, \.png, \.html"):
+        write_step(report, tmp_path / "step.gif")
 
 
 def test_the_table_names_ranks_and_the_slowest_stage() -> None:

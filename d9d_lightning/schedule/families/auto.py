@@ -77,6 +77,15 @@ class AutomaticProgramBuilder(ComputeOrderBuilder):
         self._max_activations, self._barrier, self._effort = max_activations, barrier, effort
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it was given costs of its own."""
+        return self._costs != UNIT_COSTS
+
+    def with_costs(self, costs: Costs) -> AutomaticProgramBuilder:
+        """The same with other costs, for steps that end with all ranks meeting."""
+        return AutomaticProgramBuilder(costs, self._stages_per_rank, self._max_activations, True, self._effort)
+
+    @property
     def num_stages_per_rank(self) -> int:
         """Number of stages that each rank hosts."""
         return self._stages_per_rank
