@@ -459,6 +459,51 @@ class HalfwayPenalty(Residual):
         return F.cross_entropy(out, y) + 0.1 * slope.square().mean() + 0.1 * (middle * slope.detach()).mean()
 
 
+class Reversible(torch.autograd.Function):
+    """Runs layers without a graph, and again with one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Any) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = x + layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            start = out = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                out = out + layer(out)
+        torch.autograd.backward(out, gradient)
+        return start.grad, None
+
+
+class ReversibleStack(nn.Module):
+    """Its layers are called by an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(x, self.layers)
+
+
+class ReversibleNet(Residual):
+    """A function of the user's own runs layers, and differentiates through them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ReversibleStack()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.stack(self.body(x))), y)
+
+
 class WeightSlope(Residual):
     """Two losses are balanced by the norm of their gradients by the weight of one layer."""
 
@@ -556,5 +601,6 @@ CASES: dict[str, Case] = {
         Case(Forces, pairs, SAME_MICROBATCHES),
         Case(HalfwayPenalty, pairs, SAME_MICROBATCHES),
         Case(WeightSlope, pairs, SAME_MICROBATCHES),
+        Case(ReversibleNet, pairs),
     ]
 }

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from d9d_lightning.partition.custom_functions import refuse_inside_function
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, Output, calls_between
 from d9d_lightning.partition.effects import HookRecorder, Observation
 from d9d_lightning.partition.flops import FlopCounter
@@ -216,6 +217,7 @@ class _Tracer:
         provenance = self._provenance
         if unit == DIFFERENTIATION:
             self._joined.append(self._calls_behind(args) | {len(self._calls)})
+        refuse_inside_function(unit)
         needs = provenance.sources((args, kwargs)) | provenance.read
         own = {id(provenance.cell(p)) for p in module.parameters()}
         for parameter in module.parameters():  # weights swapped in by functional_call are inputs too

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from d9d_lightning.errors import PartitionError
 
-__all__ = ["canonical_units", "parameter_count", "parameter_owners", "split_largest", "split_unit"]
+__all__ = ["canonical_units", "join_into_parent", "parameter_count", "parameter_owners", "split_largest", "split_unit"]
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
@@ -142,6 +142,22 @@ def split_unit(units: dict[str, nn.Module], name: str) -> dict[str, nn.Module] |
             if id(part) not in taken:
                 taken.add(id(part))
                 result[part_name] = part
+    return result
+
+
+def join_into_parent(root: nn.Module, units: dict[str, nn.Module], name: str) -> dict[str, nn.Module] | None:
+    """The units with all that lie beside ``name`` replaced by the called module around them; None at the root."""
+    parent = name.rpartition(".")[0]
+    while parent and isinstance(root.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    if not parent:
+        return None
+    result: dict[str, nn.Module] = {}
+    for unit_name, unit in units.items():
+        if unit_name.startswith(f"{parent}."):
+            result[parent] = root.get_submodule(parent)
+        else:
+            result[unit_name] = unit
     return result
 
 

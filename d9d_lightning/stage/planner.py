@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from d9d_lightning.errors import PartitionError, PlaceholderReadError
+from d9d_lightning.partition.custom_functions import InsideFunctionError
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, differentiation_unit
 from d9d_lightning.partition.effects import Effects
 from d9d_lightning.partition.interception import Interceptor
@@ -18,7 +19,7 @@ from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import flatten
 from d9d_lightning.partition.trace import Exchange, Meter, TraceDepth, trace_step
-from d9d_lightning.partition.units import canonical_units, split_largest, split_unit
+from d9d_lightning.partition.units import canonical_units, join_into_parent, split_largest, split_unit
 from d9d_lightning.stage.randomness import set_position
 from d9d_lightning.stage.replay import StepCall
 from d9d_lightning.stage.signature import Described, Signature, describe_batch
@@ -69,6 +70,7 @@ class Planner:
         self._split_points = split_points
         self.units = canonical_units(root, unit_patterns)
         self.interceptor = Interceptor(self.units, self._sinks)
+        self._whole: set[str] = set()
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self.refresh()
@@ -155,10 +157,16 @@ class Planner:
         trace = self._trace_until_units_are_called(step, microbatch)
         while len(groups := group_units(trace)) < len(stage_to_rank):
             # the parts of what a differentiation goes through would have to share a stage again
-            finer = split_largest(self.units, [u for group in groups if DIFFERENTIATION not in group for u in group])
+            apart = [unit for group in groups if DIFFERENTIATION not in group for unit in group]
+            finer = split_largest(self.units, [unit for unit in apart if unit not in self._whole])
             if finer is None:
                 break
-            trace = self._trace_with(finer[0], step, microbatch)
+            before = self.units
+            try:
+                trace = self._trace_with(finer[0], step, microbatch)
+            except InsideFunctionError:
+                self._use(before)
+                self._whole.add(finer[1])
         self.setup_trace = trace
         self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
         self._note_empty_stages(groups)
@@ -189,7 +197,7 @@ class Planner:
 
     def _trace_until_units_are_called(self, step: StepCall, microbatch: Microbatch) -> Trace:
         """Units whose parts are called one by one from outside are replaced by these parts."""
-        trace = self.trace(step, microbatch)
+        trace = self._trace_around_functions(step, microbatch)
         if trace.joined:
             self.units[DIFFERENTIATION] = differentiation_unit()
         for _ in range(8):
@@ -210,9 +218,24 @@ class Planner:
             trace = self._trace_with(finer, step, microbatch)
         return trace
 
-    def _trace_with(self, units: dict[str, nn.Module], step: StepCall, microbatch: Microbatch) -> Trace:
+    def _trace_around_functions(self, step: StepCall, microbatch: Microbatch) -> Trace:
+        """Units that a custom autograd function calls are replaced by the module around them."""
+        while True:
+            try:
+                return self.trace(step, microbatch)
+            except InsideFunctionError as error:
+                coarser = join_into_parent(self.root, self.units, error.unit)
+                if coarser is None:
+                    raise
+                self._whole |= coarser.keys() - self.units.keys()
+                self._use(coarser)
+
+    def _use(self, units: dict[str, nn.Module]) -> None:
         self.units = units
         self.interceptor = Interceptor(units, self._sinks)
+
+    def _trace_with(self, units: dict[str, nn.Module], step: StepCall, microbatch: Microbatch) -> Trace:
+        self._use(units)
         return self.trace(step, microbatch)
 
     def describe(self, kind: str, microbatches: Sequence[Microbatch]) -> list[Described]:
