@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
+import torchmetrics
 from lightning.pytorch import LightningModule
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from d9d_lightning import __version__
 from d9d_lightning.errors import PipelineError
 from d9d_lightning.runtime.headers import checks_every_message
 from d9d_lightning.strategy.options import StrategyOptions
@@ -55,8 +56,8 @@ def describe_setup(
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": lightning.__version__,
-        "torchmetrics": metadata.version("torchmetrics"),
-        "d9d_lightning": metadata.version("d9d_lightning"),
+        "torchmetrics": torchmetrics.__version__,
+        "d9d_lightning": __version__,
         "the variable D9D_DEBUG": str(int(checks_every_message())),
         "D9DStrategy(schedule)": schedule,
         "class of the module": type(module).__qualname__,

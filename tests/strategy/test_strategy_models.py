@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -49,6 +50,56 @@ def test_compiled_layers_train_as_on_one_device(tmp_path: Any) -> None:
         assert losses == pytest.approx(seen.losses, abs=2e-6)
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
     assert largest_difference(saved, plain.state_dict()) < 5e-6
+
+
+class Greedy(nn.Module):
+    """Has no memory for more than ten samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 10 and type(x) is Tensor:  # a fake tensor needs no memory
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate too much")
+        return self.linear(x)
+
+
+class GreedyClassifier(Classifier):
+    """Runs out of memory in its first or its last layer."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        greedy, other = Greedy(), nn.Linear(8, 8)
+        self.net = nn.Sequential(nn.Linear(4, 8), *((greedy, other) if first else (other, greedy)), nn.Linear(8, 3))
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return make_loader(44, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return make_loader(6, 3)
+
+
+def find_batch_size(strategy: Any, devices: int, first: bool) -> tuple[int, int]:
+    L.seed_everything(7, verbose=False)
+    module = GreedyClassifier(first)
+    trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=1, **QUIET)
+    found = Tuner(trainer).scale_batch_size(module, steps_per_trial=1, max_trials=6)
+    trainer.fit(module)
+    return found, trainer.global_step
+
+
+def find_on_two(first: bool) -> tuple[int, int]:
+    return find_batch_size(pipeline(num_microbatches=1, schedule="1f1b"), 2, first)
+
+
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_batch_size_finder_goes_back_where_one_rank_has_no_memory(first: bool) -> None:
+    """Where one rank runs out of memory, all ranks find the batch size of one device, and train on."""
+    expected = find_batch_size("auto", 1, first)
+    assert expected == (8, 6)
+    assert run_distributed(find_on_two, 2, (first,), init_group=False) == [expected, expected]
 
 
 class Writer(L.LightningModule):
