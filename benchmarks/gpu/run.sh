@@ -11,6 +11,7 @@ if [[ "${1:-}" == "--dry" ]]; then
     device=cpu
 fi
 export OMP_NUM_THREADS=4
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # a checkout need not be installed
 "$python" - "$device" <<'PY'
 import sys, torch
 if sys.argv[1] == "cuda" and not torch.cuda.is_available():
