@@ -205,9 +205,9 @@ class SyncGradientBucket(AbstractGradientBucket):
         """See the base class."""
         self._used = [slot.collect() for slot in self.slots]
         self._flags.fill_(1)
-        for flag, used in zip(self._flags.unbind(), self._used, strict=True):
-            if not used:
-                flag.zero_()
+        for index, is_used in enumerate(self._used):
+            if not is_used:
+                self._flags[index].zero_()
         self._note_writer()
         self.launched = True
         self._reduction = self._communicator.start(self.buffer, self.axes, self._writers)
