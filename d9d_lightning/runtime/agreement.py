@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from d9d_lightning.errors import PartitionError, PipelineError, RankFailedError
+from d9d_lightning.errors import PartitionError, PipelineError, PlaceholderReadError, RankFailedError
+from d9d_lightning.runtime.executor import Monitor
 from d9d_lightning.runtime.groups import PipelineGroups, maximum_over
 from d9d_lightning.stage.signature import Described, Signature
 from d9d_lightning.values import StepStatus
@@ -24,6 +27,9 @@ __all__ = ["Agreement", "BatchMismatchError", "fingerprint"]
 _NUMPY_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
+
+PATIENCE_SECONDS = 10.0
+"""How long a rank that has failed waits for the others before it says so through the store."""
 
 _SAMPLE = 64
 """Elements of each tensor that a quick fingerprint looks at."""
@@ -144,15 +150,24 @@ class Agreement:
             raise self._commonly(error)
         return bool(needed)
 
-    def compare(self, what: str, digest: str, error: Exception | None) -> None:
-        """Raise on every rank if one failed or made something different."""
+    def compare(self, what: str, digest: str, error: Exception | None, monitor: Monitor | None = None) -> None:
+        """Raise on every rank if one failed or made something different.
+
+        Args:
+            what: What was made.
+            digest: It, in short.
+            error: Why it was not made here.
+            monitor: Told of the error where the others do not come: they may wait for this rank elsewhere, as a trace
+                in lockstep does, and end by that.
+        """
         if self._groups is None:
             if error is not None:
                 raise error
             return
         self._first = None
         problem = None if error is None else f"while it made its {what}: {headline(error)}\n{describe(error)}"
-        found = self._groups.gather((digest, problem))
+        with _heard_if_alone(error, monitor):
+            found = self._groups.gather((digest, problem))
         if error is not None:
             self._first = (is_secondhand(error), time.time(), str(problem))
             raise self._commonly(error)
@@ -209,6 +224,22 @@ class Agreement:
 def is_secondhand(error: BaseException) -> bool:
     """Whether an error only passes on what another rank has said."""
     return isinstance(error, RankFailedError)
+
+
+@contextlib.contextmanager
+def _heard_if_alone(error: Exception | None, monitor: Monitor | None) -> Iterator[None]:
+    """Report an error that every rank will raise anyway, if waiting for the others takes long."""
+    # after the others an evaluation is computed in lockstep, and nothing is raised
+    if error is None or monitor is None or isinstance(error, PlaceholderReadError | PartitionError):
+        yield
+        return
+    timer = threading.Timer(PATIENCE_SECONDS, monitor.report, (error,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def headline(error: BaseException) -> str:

@@ -304,7 +304,7 @@ class Pipeline:
         except Exception as problem:
             error = problem
         if missing:
-            self._agreement.compare("plan", ",".join(plan.digest for plan in plans), error)
+            self._agreement.compare("plan", ",".join(plan.digest for plan in plans), error, self.monitor)
         elif error is not None:
             raise error
         return plans

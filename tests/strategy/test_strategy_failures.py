@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from d9d_lightning.runtime import agreement
 from d9d_lightning.testing import collect_outcomes
-from tests.strategy.strategy_cases import Classifier, fit, pipeline
+from tests.strategy.strategy_cases import Classifier, fit, make_loader, pipeline
 
 
 class BadLabelsError(ValueError):
@@ -83,6 +84,29 @@ def test_a_rank_that_fails_alone_takes_the_other_with_it(kind, message):
     assert all(outcome.stack is None for outcome in outcomes), "a rank hung"
     assert all(outcome.failed for outcome in outcomes)
     assert message in told(outcomes[0])
+
+
+class FailsBetweenUnits(Classifier):
+    """Its validation reads an activation, and rank 1 fails before it calls the next layer."""
+
+    def validation_step(self, batch, batch_idx):
+        hidden = self.net[0](batch[0])
+        if float(hidden.sum()) > -1e9 and self.trainer.global_rank == 1:
+            raise OSError("no such file on rank 1")
+        self.log("value", self.net[2](hidden).mean())
+
+
+def validate_alone() -> None:
+    agreement.PATIENCE_SECONDS = 1.0
+    fit(pipeline(), FailsBetweenUnits, val=make_loader(), devices=2)
+
+
+def test_a_rank_that_fails_alone_while_a_step_is_traced_in_lockstep_is_heard():
+    """An error of one rank between two layers ends the rank that waits for the next layer, with its message."""
+    outcomes = collect_outcomes(validate_alone, 2, init_group=False, timeout=120.0, grace=40.0, fresh=True)
+    assert all(outcome.stack is None for outcome in outcomes), "a rank hung"
+    assert all(outcome.failed for outcome in outcomes)
+    assert "no such file on rank 1" in told(outcomes[0])
 
 
 class Terminated(Classifier):
