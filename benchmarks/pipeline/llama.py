@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/pipeline/llama.py --rounds 20
 
-Between the Trainer's batches the same batch runs in one process and through the bare pipeline, so that all three see the
-same machine. Gradients of both of ours are compared with one process, parameter by parameter.
+Between the Trainer's batches the same batch runs in one process and through the bare pipeline, so that all three see
+the same machine. Gradients of both of ours are compared with one process, parameter by parameter.
 """
 
 from __future__ import annotations
