@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.faults.fault import BLOCKS, LOOPS, MESSAGE, BadLabelError, Fault, Trigger
 from d9d_lightning import D9DStrategy
 
-__all__ = ["MESSAGE", "BadLabelError", "Fault", "Job", "run_loop", "train"]
+__all__ = ["MESSAGE", "BadLabelError", "Fault", "Job", "run_in", "run_loop", "train"]
 
 
 class _Reach(torch.autograd.Function):
@@ -141,7 +144,7 @@ class Written:
 
     def __reduce__(self) -> Any:
         self._trigger.reach("file")
-        return (str, ())
+        return (OrderedDict, ())
 
 
 class Records(Logger):
@@ -288,3 +291,20 @@ def run_loop(
     else:
         run(Job(trigger, reads), loader)
     return reaching.losses
+
+
+def run_in(folder: str, method: str, fault: Fault, options: Mapping[str, Any]) -> None:
+    """Run one method of a trainer in a folder.
+
+    Args:
+        folder: Becomes the working directory.
+        method: One of LOOPS.
+        fault: What goes wrong.
+        options: Further arguments of :func:`run_loop`; ``save``: whether checkpoints are written to the folder.
+    """
+    os.chdir(folder)
+    rest = {name: value for name, value in options.items() if name != "save"}
+    keep = (
+        [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, save_last=True)] if options.get("save") else None
+    )
+    run_loop(method, fault, callbacks=keep, **rest)

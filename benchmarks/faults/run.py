@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.faults.job import Fault, train
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.job import run_in
 from benchmarks.faults.ranks import Ending, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -21,6 +24,28 @@ BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 SCHEDULES = ("zbv", "1f1b", "gpipe")
 HANG_LIMIT_S = 5.0
 GOAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault outside of training batches.
+
+    Attributes:
+        fault: The fault.
+        options: Further arguments of ``job.run_loop``; ``save``: whether checkpoints are written.
+        method: What is asked of the trainer.
+    """
+
+    fault: Fault
+    options: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "fit"
+
+    @property
+    def name(self) -> str:
+        """Short text for tables."""
+        return self.fault.name + (", in lockstep" if self.options.get("reads") else "")
+
+
 FAULTS = (
     Fault("raise", "loss"),
     Fault("raise", "forward", block=1),
@@ -38,6 +63,27 @@ FAULTS = (
     Fault("terminate", "step", 1),
     Fault("hang", "forward", block=1),
 )
+ELSEWHERE = (
+    Case(Fault("raise", "setup", 1, None)),
+    Case(Fault("raise", "configure_optimizers", 0, None)),
+    Case(Fault("raise", "on_fit_start", 1, None)),
+    Case(Fault("raise", "step", 1, 0, loop="validation"), {"evaluate": True, "trainer": {"num_sanity_val_steps": 1}}),
+    Case(Fault("raise", "logger", 0, None), {"log": True}),
+    Case(Fault("raise", "on_save_checkpoint", 1, None), {"save": True}),
+    Case(Fault("kill", "on_save_checkpoint", 1, None), {"save": True}),
+    Case(Fault("kill", "file", 0, None), {"save": True}),
+    Case(Fault("raise", "on_train_end", 1, None)),
+    Case(Fault("stop", "on_train_end", 1, None)),
+    Case(Fault("raise", "forward", None, 1, 1, "validation"), {"evaluate": True}),
+    Case(Fault("raise", "forward", None, 1, 1, "test"), {}, "test"),
+    Case(Fault("raise", "loss", 0, 1, loop="predict"), {}, "predict"),
+    Case(Fault("raise", "loader", 1, None, loop="validation"), {}, "validate"),
+    Case(Fault("kill", "forward", None, 1, 5, "test"), {}, "test"),
+    Case(Fault("raise", "forward", None, 1, 1, "validation"), {"reads": True}, "validate"),
+    Case(Fault("raise", "step", 1, 1, loop="test"), {"reads": True}, "test"),
+    Case(Fault("kill", "forward", None, 1, 5, "validation"), {"reads": True}, "validate"),
+    Case(Fault("stop", "hook", 0, 1, loop="predict"), {"reads": True}, "predict"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +93,7 @@ class Result:
     fault: Fault
     schedule: str
     endings: Sequence[Ending]
+    name: str
 
     @property
     def struck(self) -> bool:
@@ -86,14 +133,16 @@ class Result:
         codes = ", ".join("hung" if ending.exit_code is None else str(ending.exit_code) for ending in self.endings)
         told = ("yes" if self.true_first else "NO") if self.fault.told else "none is shown"
         told = told if self.struck else "(did not strike)"
-        return f"| {self.fault.name} | {self.schedule} | {self.seconds:.1f} | {codes} | {told} |"
+        return f"| {self.name} | {self.schedule} | {self.seconds:.1f} | {codes} | {told} |"
 
 
-def inject(fault: Fault, schedule: str, ranks: int = 2) -> Result:
+def inject(case: Case, schedule: str, ranks: int = 2) -> Result:
     """Run one job with one fault."""
-    timeout = HANG_LIMIT_S if fault.kind == "hang" else 60.0
-    endings = run_ranks(train, ranks, fault, schedule=schedule, ranks=ranks, timeout=timeout, limit_s=90.0)
-    return Result(fault, schedule, endings)
+    timeout = HANG_LIMIT_S if case.fault.kind == "hang" else 60.0
+    with tempfile.TemporaryDirectory(prefix="d9d-saved-") as folder:
+        options = {**case.options, "schedule": schedule, "ranks": ranks, "timeout": timeout}
+        endings = run_ranks(run_in, ranks, folder, case.method, case.fault, options, limit_s=90.0)
+    return Result(case.fault, schedule, endings, case.name)
 
 
 def show(result: Result) -> None:
@@ -145,16 +194,16 @@ def main() -> int:
     parser.add_argument("--no-table", action="store_true", help="random faults only")
     parser.add_argument("--write", action="store_true", help=f"write the results into {PAGE.name}")
     chosen = parser.parse_args()
-    table = [] if chosen.no_table else [(fault, schedule) for fault in FAULTS for schedule in SCHEDULES]
+    cases = [] if chosen.no_table else [*map(Case, FAULTS), *ELSEWHERE]
     results = []
-    for fault, schedule in table:
-        results.append(inject(fault, schedule))
+    for case, schedule in [(case, schedule) for case in cases for schedule in SCHEDULES]:
+        results.append(inject(case, schedule))
         show(results[-1])
     generator = random.Random(chosen.seed)
     drawn = []
     for _ in range(chosen.random):
-        fault = Fault.draw(generator, ranks=2, batches=5)
-        drawn.append(inject(fault, generator.choice(SCHEDULES)))
+        case = Case(Fault.draw(generator, ranks=2, batches=5))
+        drawn.append(inject(case, generator.choice(SCHEDULES)))
         show(drawn[-1])
     print("\n".join(summarize(drawn)))
     if chosen.write:

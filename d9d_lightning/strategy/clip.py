@@ -6,7 +6,7 @@ The methods are bound on the plugin *instance*: its class name is a key of the c
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def bind_clipping(
     group: ProcessGroup | None,
     weights: Mapping[Tensor, float],
     device: torch.device,
-    lower_gradients: Callable[[], None],
+    before_step: Sequence[Callable[[], None]],
 ) -> None:
     """Make a plugin clip by the global norm.
 
@@ -36,7 +36,7 @@ def bind_clipping(
         weights: Share of each parameter's norm that this rank accounts for; 0 for a shared one that another rank
             counts.
         device: Where norms are computed.
-        lower_gradients: Called after clipping, right before the optimizer steps.
+        before_step: Called after clipping, right before the optimizer steps.
     """
     groups = () if group is None else (group,)
 
@@ -49,7 +49,8 @@ def bind_clipping(
 
     def after_closure(self: Precision, model: Any, optimizer: Any) -> None:
         type(self)._after_closure(self, model, optimizer)
-        lower_gradients()
+        for call in before_step:
+            call()
 
     plugin.clip_grad_by_norm = types.MethodType(clip_grad_by_norm, plugin)  # type: ignore[method-assign]
     # torch's own clamps no sparse gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from d9d_lightning.runtime.watch import FailureWatch, WatchLimits
 from d9d_lightning.runtime.watch_store import SharedStore
 from d9d_lightning.runtime.whereabouts import Doing, Outside
+from d9d_lightning.strategy.meeting import Meeting
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.world import World, next_number
 
@@ -39,6 +41,7 @@ class RunWatch:
 
     def __init__(self, world: World, options: StrategyOptions, environment: ClusterEnvironment | None) -> None:
         self._watch: FailureWatch | None = None
+        self._end: Meeting | None = None
         self._step: Doing | None = None
         self._place: tuple[BaseException, str] | None = None
         if world.axes.world == 1:
@@ -47,11 +50,12 @@ class RunWatch:
             cast(SharedStore, dist.distributed_c10d._get_default_store()),
             dist.get_rank(),
             world.axes.world,
-            run=next_number(world, "watch"),
+            run=(run := next_number(world, "watch")),
             limits=WatchLimits(action=options.timeout.total_seconds()),
             follow_parent=started_by_us(environment),
             idle=Outside(),
         )
+        self._end = Meeting(world.axes.world, f"end{run}")
         self._watch.start()
         if world.groups is not None:
             # a rank may die within the first second, and take the store along
@@ -98,8 +102,14 @@ class RunWatch:
             self._watch.publish(error, self._place[1] if known and self._place is not None else "")
             self._place = None
 
-    def close(self) -> None:
-        """End of the run on this rank."""
+    def close(self, together: bool = False) -> None:
+        """End of the run on this rank.
+
+        Args:
+            together: It went well here: wait until it did on all ranks. If one fails, its error ends this one.
+        """
+        if together and self._end is not None:
+            self._end.attend("the end of the run", seconds=math.inf)
         self._place = None
         if self._watch is not None:
             self._watch.close()

@@ -11,9 +11,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from d9d_lightning.strategy.directories import remove_directory
 from d9d_lightning.strategy.sharded import is_sharded, read_sharded
 
-__all__ = ["read_checkpoint", "write_checkpoint"]
+__all__ = ["read_checkpoint", "remove_checkpoint", "write_checkpoint"]
 
 
 def _is_plain_local(io: CheckpointIO, path: str | Path) -> bool:
@@ -44,6 +45,14 @@ def write_checkpoint(
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_checkpoint(io: CheckpointIO, path: str | Path) -> None:
+    """Remove a file or a directory."""
+    if is_sharded(path):
+        remove_directory(Path(path))
+    else:
+        io.remove_checkpoint(path)
 
 
 def read_checkpoint(io: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

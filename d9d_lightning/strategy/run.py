@@ -57,6 +57,7 @@ from d9d_lightning.strategy.sharded import write_sharded
 from d9d_lightning.strategy.signals import StopSignals
 from d9d_lightning.strategy.training import TrainingSteps
 from d9d_lightning.strategy.whole import whole_module
+from d9d_lightning.strategy.witness import DROPPING_HOOKS, GradientWitness
 from d9d_lightning.strategy.world import World, next_number
 
 __all__ = ["Run"]
@@ -218,7 +219,9 @@ class Run:
         self._reduction = GradientReduction(self.owned, stages, self._shared, replicas, self._options)
         self.measured = MeasuredSteps(self.placed.engine.recorder, runtime_groups(self._world, self._programs))
         replanner = Replanner(self._programs, self.measured, groups.world_control if groups is not None else None)
-        self._training = TrainingSteps(session, self._reduction, replanner)
+        control = groups.pipeline_control if groups is not None and self._world.axes.pipeline > 1 else None
+        witness = GradientWitness(self.owned, control, lambda: any(map(session.someone_reads, DROPPING_HOOKS)))
+        self._training = TrainingSteps(session, self._reduction, witness, replanner)
         self._evaluation = EvaluationSteps(session)
         world_group = torch.distributed.group.WORLD if groups is not None else None
         prepare_scaler(precision, self._device, world_group)
@@ -228,7 +231,7 @@ class Run:
             group=groups.pipeline_lockstep if groups is not None and self._world.axes.pipeline > 1 else None,
             weights=norm_weights(self.placed.engine, self.owned, rank),
             device=self._device,
-            lower_gradients=self._reduction.lower_gradients,
+            before_step=(witness.compare, self._reduction.lower_gradients),
         )
         bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
         install_loop(self._trainer)

@@ -7,7 +7,6 @@ else in one file beside them. So Lightning's ``consolidate_checkpoint`` makes on
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from d9d_lightning.strategy.compat import METADATA_FILENAME, load_distributed_checkpoint
+from d9d_lightning.strategy.directories import replace_directory
 from d9d_lightning.strategy.optimizers import OptimizerLayout
 
 __all__ = ["is_sharded", "name_optimizer_state", "number_optimizer_state", "read_sharded", "write_sharded"]
@@ -87,14 +87,7 @@ def write_sharded(
     save_parts(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
     if is_first:
         torch.save(dict(checkpoint), temporary / METADATA_FILENAME)
-        old = target.with_name(f".{target.name}.{temporary.name[-13:]}.old")
-        if target.exists():
-            os.replace(target, old)
-        os.replace(temporary, target)
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink(missing_ok=True)
+        replace_directory(temporary, target)
     if group is not None:
         dist.barrier(group=group)
 

@@ -24,7 +24,7 @@ from d9d_lightning.strategy import compat
 from d9d_lightning.strategy.collectives import Collectives
 from d9d_lightning.strategy.explain import Explained
 from d9d_lightning.strategy.failures import RunWatch
-from d9d_lightning.strategy.files import read_checkpoint, write_checkpoint
+from d9d_lightning.strategy.files import read_checkpoint, remove_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
 from d9d_lightning.strategy.refusals import refuse_module
@@ -109,7 +109,6 @@ class D9DStrategy(Explained, ParallelStrategy):
         return f"<lightning.pytorch strategy D9DStrategy(schedule={self.options.schedule!r})>"
 
     # ---- processes -------------------------------------------------------------------------------------------------
-
     @property
     def root_device(self) -> torch.device:
         """Device of this process."""
@@ -159,9 +158,9 @@ class D9DStrategy(Explained, ParallelStrategy):
             connected=lambda: self._watch is not None,
         )
 
-    def _close_watch(self) -> None:
+    def _close_watch(self, together: bool = False) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(together)
             self._watch = None
 
     def set_world_ranks(self) -> None:
@@ -213,7 +212,6 @@ class D9DStrategy(Explained, ParallelStrategy):
         return self._running.wrap_loader(dataloader)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Trainer) -> None:
         """Place the module, give this rank its part, connect loops, logs and metrics."""
         module = self.lightning_module
@@ -243,7 +241,6 @@ class D9DStrategy(Explained, ParallelStrategy):
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
 
     # ---- steps -----------------------------------------------------------------------------------------------------
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch on this rank."""
         with self._watched("training_step"):
@@ -279,7 +276,6 @@ class D9DStrategy(Explained, ParallelStrategy):
             self._sync_blocked = False
 
     # ---- between processes -----------------------------------------------------------------------------------------
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over data-parallel replicas."""
         return tensor if self._collectives is None else self._collectives.reduce(tensor, group, reduce_op)
@@ -303,7 +299,6 @@ class D9DStrategy(Explained, ParallelStrategy):
         return decision if self._collectives is None else self._collectives.decide(decision, all)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict, under the module's own names."""
         return self._running.local_state_dict()
@@ -329,6 +324,11 @@ class D9DStrategy(Explained, ParallelStrategy):
             write_checkpoint(self.checkpoint_io, checkpoint, filepath, storage_options)
         if str(filepath) in self._renamed:
             self.barrier()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory."""
+        if self.is_global_zero:
+            remove_checkpoint(self.checkpoint_io, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain Lightning file, without holding more of it than this rank takes."""
@@ -371,7 +371,6 @@ class D9DStrategy(Explained, ParallelStrategy):
         return measured.report()
 
     # ---- end -------------------------------------------------------------------------------------------------------
-
     def on_exception(self, exception: BaseException) -> None:
         """From here on nobody may wait for another process."""
         if self._collectives is not None:
@@ -383,7 +382,7 @@ class D9DStrategy(Explained, ParallelStrategy):
         """End a run; the module stays placed and the groups stay open, for the next one."""
         if self._run is not None:
             self._run.disconnect()
-        self._close_watch()
+        self._close_watch(together=self._collectives is not None and not self._collectives.closed)
         compat.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

@@ -18,6 +18,7 @@ from d9d_lightning.strategy.precision import announce_backward, scale_root, step
 from d9d_lightning.strategy.records import combine_records
 from d9d_lightning.strategy.reduction import GradientReduction
 from d9d_lightning.strategy.session import Session
+from d9d_lightning.strategy.witness import GradientWitness
 from d9d_lightning.values import LogRecord, Microbatch
 
 __all__ = ["TrainingSteps", "detach"]
@@ -51,12 +52,20 @@ class TrainingSteps:
     Args:
         session: Collaborators.
         reduction: Sums gradients over replicas and over owners of shared parameters.
+        witness: Looks at gradients before hooks can drop them.
         replanner: Looks for a better order once steps were measured.
     """
 
-    def __init__(self, session: Session, reduction: GradientReduction, replanner: Replanner | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        reduction: GradientReduction,
+        witness: GradientWitness,
+        replanner: Replanner | None = None,
+    ) -> None:
         self._session = session
         self._reduction = reduction
+        self._witness = witness
         self._replanner = replanner
         self._window = WeightWindow()
 
@@ -86,6 +95,7 @@ class TrainingSteps:
             self._reduction.finish(self._window)
         if self._replanner is not None:
             self._replanner.after_batch(len(microbatches))
+        self._witness.look()
         announce_backward(session.precision, session.module, loss)
         trainer_call._call_callback_hooks(trainer, "on_after_backward")
         trainer_call._call_lightning_module_hook(trainer, "on_after_backward")

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 _JOB = """
 import sys
@@ -20,10 +21,9 @@ print("losses", train(None, schedule="zbv", batches=int(sys.argv[1]), ranks=2, n
 
 @dataclass(frozen=True)
 class Hosts:
-    """Names of the namespaces, and whether the cable delays and loses packets."""
+    """Names of the namespaces."""
 
     names: tuple[str, str]
-    slow: bool
 
     def cut(self) -> None:
         """Pull the cable."""
@@ -61,23 +61,60 @@ def can_make_hosts() -> bool:
     return True
 
 
+def can_slow_down() -> bool:
+    """Whether this process may make TAP devices."""
+    return os.access("/dev/net/tun", os.R_OK | os.W_OK)
+
+
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two namespaces with addresses 10.213.0.1 and 10.213.0.2; the cable is slow where the kernel can do that."""
+    """Two namespaces with addresses 10.213.0.1 and 10.213.0.2, and a cable between them."""
+    with _namespaces() as names:
+        _ip("link", "add", f"v{names[0]}", "type", "veth", "peer", "name", f"v{names[1]}")
+        _plug_in(names)
+        yield Hosts(names)
+
+
+@contextlib.contextmanager
+def two_hosts_far_apart(delay_ms: float, loss_percent: float, told: list[str]) -> Iterator[Hosts]:
+    """The same with a cable that delays every packet and loses some.
+
+    Args:
+        delay_ms: In each direction.
+        loss_percent: Share of packets that never arrive.
+        told: Gets the line in which the cable says afterwards what it did.
+    """
+    with _namespaces() as names:
+        script = str(Path(__file__).with_name("slow_cable.py"))
+        ends = [f"v{name}" for name in names]
+        command = [sys.executable, script, *ends, str(delay_ms), str(loss_percent)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cable:
+            try:
+                if cable.stdout is None or cable.stdout.readline() != "ready\n":
+                    raise OSError("no TAP device could be made")
+                _plug_in(names)
+                yield Hosts(names)
+            finally:
+                cable.terminate()
+                told.append(cable.communicate()[0])
+
+
+@contextlib.contextmanager
+def _namespaces() -> Iterator[tuple[str, str]]:
     tag = uuid.uuid4().hex[:6]
     names = (f"d9da{tag}", f"d9db{tag}")
     for name in names:
         _ip("netns", "add", name)
     try:
-        _ip("link", "add", f"v{names[0]}", "type", "veth", "peer", "name", f"v{names[1]}")
-        for number, name in enumerate(names, start=1):
-            _ip("link", "set", f"v{name}", "netns", name)
-            _ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", f"v{name}")
-            _ip("-n", name, "link", "set", f"v{name}", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        slow = ["tc", "qdisc", "add", "dev", f"v{names[0]}", "root", "netem", "delay", "2ms", "loss", "0.5%"]
-        made = subprocess.run(["ip", "netns", "exec", names[0], *slow], capture_output=True).returncode == 0
-        yield Hosts(names, made)
+        yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _plug_in(names: tuple[str, str]) -> None:
+    for number, name in enumerate(names, start=1):
+        _ip("link", "set", f"v{name}", "netns", name)
+        _ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", f"v{name}")
+        _ip("-n", name, "link", "set", f"v{name}", "up")
+        _ip("-n", name, "link", "set", "lo", "up")

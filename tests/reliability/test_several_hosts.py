@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults.job import train
 from benchmarks.faults.ranks import run_ranks
-from tests.reliability.several_hosts import can_make_hosts, two_hosts
+from tests.reliability.several_hosts import can_make_hosts, can_slow_down, two_hosts, two_hosts_far_apart
 
 pytestmark = [
     pytest.mark.full,
@@ -44,6 +44,18 @@ def test_two_hosts_train_as_one() -> None:
         texts = finish([hosts.start(host, batches=4, timeout_s=60.0) for host in (0, 1)])
     assert len(expected) == 1
     assert [losses_in(text) for text in texts] == [expected, expected], texts
+
+
+@pytest.mark.skipif(not can_slow_down(), reason="needs /dev/net/tun, since not every kernel can delay and lose packets")
+def test_two_hosts_far_apart_train_as_one() -> None:
+    """A cable that takes 5 ms each way and loses two packets of a hundred changes no loss."""
+    expected = set().union(*(losses_in(ending.text) for ending in run_ranks(print_losses, 4, 4, limit_s=END_S)))
+    told: list[str] = []
+    with two_hosts_far_apart(5.0, 2.0, told) as hosts:
+        texts = finish([hosts.start(host, batches=4, timeout_s=60.0) for host in (0, 1)])
+    assert [losses_in(text) for text in texts] == [expected, expected], texts
+    carried, lost = map(int, re.findall(r"\d+", told[0]))
+    assert carried > 200 and lost > 0, told
 
 
 def test_a_cut_cable_ends_all_processes_with_a_readable_error() -> None:

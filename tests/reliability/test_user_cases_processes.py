@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.errors import PipelineError
+from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.strategy import grad_norm
 from d9d_lightning.testing import run_distributed
 
@@ -141,6 +142,53 @@ def test_row_39_a_nan_on_one_rank_is_a_decision_of_all() -> None:
     plain, *ranks = compare_with_one_device(SkipsNan)
     assert plain == [False, False, True, False]
     assert all(seen == plain for seen in ranks)
+
+
+class SkipsNanAlone(Watched):
+    """Skips a step if a gradient of this rank is NaN, as those of the first layer are in batch 2."""
+
+    def on_train_start(self) -> None:
+        weight = self.layers[0][0].weight
+        if not isinstance(weight, Placeholder):
+            weight.register_post_accumulate_grad_hook(self.spoil)
+
+    def spoil(self, weight: Tensor) -> None:
+        if self.global_step == 2 and weight.grad is not None:
+            weight.grad.fill_(float("nan"))
+
+    def on_after_backward(self) -> None:
+        if any(p.grad is not None and bool(p.grad.isnan().any()) for p in self.parameters()):
+            self.zero_grad()
+
+
+class ClearsNan(SkipsNanAlone):
+    """Replaces what is not finite, which means the same on every rank as on one device."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
+
+
+def error_of(kind_name: str) -> str:
+    try:
+        train(build(globals()[kind_name]), D9DStrategy("1f1b", num_microbatches=2), 2)
+    except PipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_row_39_a_nan_that_one_rank_decides_about_alone_is_an_error() -> None:
+    """A hook that drops the gradients of one rank for a NaN that only this rank saw is refused on all ranks."""
+    for error in run_distributed(error_of, 2, ("SkipsNanAlone",), init_group=False, fresh=True):
+        assert error.startswith("RanksDisagreeError: a hook dropped the gradients on ranks [1]"), error
+        assert "kept them on ranks [0]" in error and "reduce_boolean_decision(bad, all=False)" in error
+
+
+@pytest.mark.full
+def test_row_39_a_rule_for_single_gradients_is_no_error() -> None:
+    """A hook that replaces numbers that are not finite works on each rank by itself, and passes."""
+    assert run_distributed(error_of, 2, ("ClearsNan",), init_group=False) == ["", ""]
 
 
 class OverflowingLoss(Watched):
