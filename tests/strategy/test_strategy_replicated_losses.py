@@ -98,19 +98,21 @@ class SparseTokens(Sparse):
         return {"loss": super().training_step(batch, batch_idx), "loss_weight": batch[0].numel()}
 
 
+BY_NORM = {"gradient_clip_val": 0.1}
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "clip", "weighted"),
+    [(2, BY_NORM, True), (1, BY_VALUE, True), pytest.param(1, BY_NORM, False, marks=pytest.mark.full)],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_sparse_gradients_are_clipped_scaled_and_reduced() -> None:
+def test_sparse_gradients_are_clipped_scaled_and_reduced(replicas: int, clip: dict[str, Any], weighted: bool) -> None:
     """``Embedding(sparse=True)`` trains as a dense one on one device, clipped by norm or value, replicated or not."""
-    cases = [
-        (1, {"gradient_clip_val": 0.1}, False),
-        (1, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, True),
-        (2, {"gradient_clip_val": 0.1}, True),
-    ]
-    for replicas, clip, weighted in cases:
-        one = train("auto", 1, 1, make=Dense, **clip)
-        ranks = run_distributed(run_sparse, 2 * replicas, (replicas, clip, weighted))
-        assert largest_difference(one.state, ranks[0].state) < 1e-5, (replicas, clip)
-        assert ranks[0].norms == pytest.approx(one.norms, rel=1e-5), (replicas, clip)
+    one = train("auto", 1, 1, make=Dense, **clip)
+    ranks = run_distributed(run_sparse, 2 * replicas, (replicas, clip, weighted))
+    assert largest_difference(one.state, ranks[0].state) < 1e-5
+    assert ranks[0].norms == pytest.approx(one.norms, rel=1e-5)
 
 
 class OnlySparse(Sparse):

@@ -80,7 +80,7 @@ def overflow(replicas: int, factor: float) -> tuple[Outcome, list[dict[str, Tens
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("factor", [math.inf, math.nan], ids=["inf", "nan"])
+@pytest.mark.parametrize("factor", [math.inf, pytest.param(math.nan, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
 def test_an_overflow_in_one_stage_skips_the_step_everywhere(replicas: int, factor: float) -> None:
     """With fp16, infinity or NaN in the first stage of one replica: no rank steps, all halve the scale, and go on."""
@@ -103,7 +103,7 @@ def spoil(clip: float | None) -> tuple[Outcome, list[dict[str, Tensor]]]:
     return train(strategy, 4, 2, make=FragileStart, steps=2, callbacks=[bad], gradient_clip_val=clip), bad.after
 
 
-@pytest.mark.parametrize("clip", [0.1, None])
+@pytest.mark.parametrize("clip", [0.1, pytest.param(None, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_nan_in_one_stage_is_the_same_on_all_ranks(clip: float | None) -> None:
     """As on one device: a global norm of NaN spoils every parameter of every rank, without clipping only its own."""
@@ -157,6 +157,7 @@ def test_autocast_casts_what_it_casts_on_one_device() -> None:
     assert largest_difference(full.state, ranks[0][0].state) > 1e-5, "nothing was cast"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_double_precision_survives_every_reduction() -> None:
     """In float64 two replicated pipelines with two microbatches differ from one device in the 12th digit at most."""
@@ -202,12 +203,13 @@ def widen(pipeline: int, replicas: int, microbatches: int, dtype: torch.dtype | 
     return outcome, types.seen
 
 
+@pytest.mark.parametrize("layouts", [[(2, 2)], pytest.param([(1, 4)], marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
-def test_wide_gradients_of_narrow_parameters_do_not_depend_on_the_layout() -> None:
+def test_wide_gradients_of_narrow_parameters_do_not_depend_on_the_layout(layouts: list[tuple[int, int]]) -> None:
     """``gradient_dtype=float32`` over bf16 parameters: callbacks see float32, and every layout gives the same bits."""
     (one, seen), *_ = run_distributed(widen, 1, (1, 1, 4, torch.float32))
     assert seen == {("after backward", torch.float32), ("before step", torch.float32)}
-    for replicas, microbatches in ((1, 4), (2, 2)):
+    for replicas, microbatches in layouts:
         ranks = run_distributed(widen, 2 * replicas, (2, replicas, microbatches, torch.float32))
         for outcome, types in ranks:
             assert types == seen
