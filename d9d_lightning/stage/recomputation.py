@@ -9,16 +9,18 @@ averages), attributes and generators are afterwards what they were before it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from d9d_lightning.partition.generators import numpy_random
 from d9d_lightning.partition.snapshot import ModuleSnapshot
+from d9d_lightning.partition.structure import tensors_in
 
 __all__ = ["Recomputation", "find_recomputed", "matching_modules"]
 
@@ -150,18 +152,39 @@ class _TwoRuns:
         # torch's generators are remembered by checkpoint itself
         self._python: Any = None
         self._numpy: Any = None
+        self._inputs: tuple[list[Any], dict[str, Any]] = ([], {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         source = numpy_random()
         if self._python is None:
             self._python = random.getstate()
             self._numpy = None if source is None else source.get_state()
+            self._inputs = [_as_given(one) for one in args], {key: _as_given(one) for key, one in kwargs.items()}
             return self._original(*args, **kwargs)
         before = ModuleSnapshot(self._module)
         try:
             random.setstate(self._python)
             if source is not None:
                 source.set_state(self._numpy)
-            return self._original(*args, **kwargs)
+            return self._original(*self._inputs_again(args), **self._keywords_again(kwargs))
         finally:
             before.restore()
+
+    def _inputs_again(self, args: tuple[Any, ...]) -> list[Any]:
+        """Tensors come from checkpoint, which notices if they were changed; all else is as it was."""
+        kept = self._inputs[0]
+        return [new if isinstance(new, Tensor) else _as_given(old) for new, old in zip(args, kept, strict=True)]
+
+    def _keywords_again(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kept = self._inputs[1]
+        return {key: new if isinstance(new, Tensor) else _as_given(kept[key]) for key, new in kwargs.items()}
+
+
+def _as_given(value: Any) -> Any:
+    """A copy of an argument that the module may fill, such as a cache of keys and values; tensors stay the same."""
+    if value is None or isinstance(value, Tensor | nn.Module | bool | int | float | str):
+        return value
+    try:
+        return copy.deepcopy(value, {id(tensor): tensor for tensor in tensors_in(value)})
+    except Exception:  # objects may refuse to be copied in any way; such a one is given again as it is
+        return value

@@ -158,3 +158,40 @@ def test_a_compiled_layer_is_recomputed_as_a_whole() -> None:
     units = {f"blocks.{index}": module.blocks[index] for index in range(6)}
     chosen = matching_modules(module, {nn.LayerNorm})
     assert {"blocks.0", "blocks.1"} < set(find_recomputed(module, units, chosen))
+
+
+class RememberingLayer(nn.Module):
+    """Puts what it computes into a list that is handed from layer to layer, and reads all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:
+        memory.append(self.net(x))
+        return x + x * torch.stack(memory).mean(0)
+
+
+class Remembering(StepModule):
+    """Layers that share a list, as those of a transformer share a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RememberingLayer() for _ in range(8))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, memory = batch[0], []
+        for layer in self.layers:
+            x = layer(x, memory)
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_layers_that_fill_a_list_run_again_as_the_first_time(schedule: str) -> None:
+    """A layer that puts tensors into a list it is given sees the list as it was when it ran first."""
+    torch.manual_seed(0)
+    module, batches = Remembering(), [pairs(index) for index in range(2)]
+    plain = train_pipeline(module, batches, COUNT, schedule=schedule, ranks=2)
+    again = train_pipeline(module, batches, COUNT, schedule=schedule, ranks=2, recomputed={RememberingLayer})
+    assert_equal_training(plain, again, exact=True)
