@@ -267,8 +267,8 @@ def _refuse_read(tensor: Placeholder, what: str) -> NoReturn:
     )
 
 
-def _first_placeholder(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placeholder:
-    for tensor in shapes.tensors_of((args, kwargs)):
+def _first_placeholder(tensors: Iterable[torch.Tensor]) -> Placeholder:
+    for tensor in tensors:
         if isinstance(tensor, Placeholder):
             return tensor
     raise TypeError("an operator reached a placeholder without one among its arguments")
@@ -276,7 +276,8 @@ def _first_placeholder(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placeho
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of one operator with at least one placeholder among its arguments."""
-    first = _first_placeholder(args, kwargs)
+    tensors = shapes.tensors_of((args, kwargs))
+    first = _first_placeholder(tensors)
     if shapes.draws_random_numbers(func, args, kwargs):
         if func in shapes.DRAWS_BY_VALUE:
             _refuse_read(first, str(func))
@@ -296,7 +297,6 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C._DisableTorchDispatch():
             func(*args, **kwargs)
         return first
-    tensors = shapes.tensors_of((args, kwargs))
     for index in rule.written:
         target = tensors[index]
         if isinstance(target, Placeholder):

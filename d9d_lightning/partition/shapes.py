@@ -134,6 +134,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 _RULES: dict[Any, Rule] = {}
 _MODE = FakeTensorMode(allow_non_fake_inputs=True)
+_MODE.cache_enabled = False  # it is asked once for a signature: what it would remember is never asked for again
 _REAL_SHAPE_OPERATORS = {
     # Operators whose output shape depends on the values of these arguments only (positions in the schema).
     torch.ops.aten.index.Tensor: (1,),

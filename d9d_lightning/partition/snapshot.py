@@ -77,6 +77,9 @@ def is_plain_object(value: Any) -> bool:
     return type(value).__module__.split(".")[0] not in _FOREIGN
 
 
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _SKIPPED}
 
@@ -117,7 +120,9 @@ class ModuleSnapshot:
         self._versions = {name: copy._version for name, copy in self.copies.items()}
 
     def _remember(self, value: Any, depth: int) -> None:
-        if depth > 4 or id(value) in self._containers or isinstance(value, torch.Tensor | nn.Module | str):
+        if type(value) in _SCALARS or isinstance(value, torch.Tensor | nn.Module):
+            return
+        if depth > 4 or id(value) in self._containers:
             return
         if is_generator(value):
             self._generators[id(value)] = (value, generator_state(value))

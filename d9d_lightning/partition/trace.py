@@ -143,7 +143,7 @@ def _traced_parameters(
     for name, parameter in root.named_parameters():
         stand_in = parameter
         if depth is TraceDepth.SHAPES:
-            stand_in = nn.Parameter(Placeholder.like(parameter.detach(), name, device), parameter.requires_grad)
+            stand_in = nn.Parameter(Placeholder.like(parameter, name, device), parameter.requires_grad)
         stand_ins[id(parameter)] = stand_in
         tracer.add_parameter(name, stand_in)
     if depth is TraceDepth.SHAPES:
