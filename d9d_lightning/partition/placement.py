@@ -7,7 +7,7 @@ form one group; groups are cut into contiguous stages so that the most expensive
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 from torch import nn
@@ -16,7 +16,7 @@ from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.units import parameter_count
 from d9d_lightning.values import Placement, Trace
 
-__all__ = ["group_units", "place_units"]
+__all__ = ["find_oversized", "group_units", "place_units"]
 
 
 def group_units(trace: Trace) -> list[list[str]]:
@@ -72,6 +72,28 @@ def _topological(groups: list[list[str]], reach: Mapping[str, set[str]]) -> list
         left.remove(chosen)
         ordered.append(chosen)
     return ordered
+
+
+def find_oversized(trace: Trace, num_stages: int, kept: Collection[str]) -> str | None:
+    """The largest unit that alone is worth more than two fair stages, or None.
+
+    A unit that draws random numbers is left alone, since splitting it would change its numbers with the number of
+    stages.
+
+    Args:
+        trace: A trace of the step.
+        num_stages: Number of stages.
+        kept: Units that are not to be split.
+    """
+    flops: dict[str, int] = {}
+    for call in trace.calls:
+        flops[call.unit] = flops.get(call.unit, 0) + call.flops
+    drawing = {call.unit for call in trace.calls if call.draws}
+    alone = {group[0] for group in group_units(trace) if len(group) == 1}
+    largest = max(alone - drawing - set(kept), key=lambda unit: (flops[unit], unit), default=None)
+    if largest is None or flops[largest] * num_stages <= 2 * sum(flops.values()):
+        return None
+    return largest
 
 
 def place_units(

@@ -14,7 +14,7 @@ from d9d_lightning.partition.custom_functions import InsideFunctionError
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, differentiation_unit
 from d9d_lightning.partition.effects import Effects
 from d9d_lightning.partition.interception import Interceptor
-from d9d_lightning.partition.placement import group_units, place_units
+from d9d_lightning.partition.placement import find_oversized, group_units, place_units
 from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import flatten
@@ -71,6 +71,7 @@ class Planner:
         self.units = canonical_units(root, unit_patterns)
         self.interceptor = Interceptor(self.units, self._sinks)
         self._whole: set[str] = set()
+        self._units_are_ours = unit_patterns is None and split_points is None
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self.refresh()
@@ -155,22 +156,48 @@ class Planner:
         if not self._parameters:
             raise PartitionError("the module has no parameters, so there is nothing to place on stages")
         trace = self._trace_until_units_are_called(step, microbatch)
-        while len(groups := group_units(trace)) < len(stage_to_rank):
+        trace = self._split_until_enough(trace, step, microbatch, len(stage_to_rank))
+        if self._units_are_ours:
+            trace = self._split_oversized(trace, step, microbatch, len(stage_to_rank))
+        groups = group_units(trace)
+        self.setup_trace = trace
+        self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
+        self._note_empty_stages(groups)
+        return self.placement
+
+    def _split_until_enough(self, trace: Trace, step: StepCall, microbatch: Microbatch, wanted: int) -> Trace:
+        while len(groups := group_units(trace)) < wanted:
             # the parts of what a differentiation goes through would have to share a stage again
             apart = [unit for group in groups if DIFFERENTIATION not in group for unit in group]
             finer = split_largest(self.units, [unit for unit in apart if unit not in self._whole])
             if finer is None:
                 break
-            before = self.units
-            try:
-                trace = self._trace_with(finer[0], step, microbatch)
-            except InsideFunctionError:
+            trace = self._trace_split(*finer, step, microbatch) or trace
+        return trace
+
+    def _split_oversized(self, trace: Trace, step: StepCall, microbatch: Microbatch, num_stages: int) -> Trace:
+        """Units much larger than the rest are replaced by their parts, where that gives more to place."""
+        while (name := find_oversized(trace, num_stages, self._whole)) is not None:
+            before, finer = self.units, split_unit(self.units, name)
+            parts = None if finer is None else self._trace_split(finer, name, step, microbatch)
+            if parts is not None and len(group_units(parts)) > len(group_units(trace)):
+                trace = parts
+            else:
                 self._use(before)
-                self._whole.add(finer[1])
-        self.setup_trace = trace
-        self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
-        self._note_empty_stages(groups)
-        return self.placement
+                self._whole.add(name)
+        return trace
+
+    def _trace_split(
+        self, units: dict[str, nn.Module], name: str, step: StepCall, microbatch: Microbatch
+    ) -> Trace | None:
+        """A trace after a unit was split; None, and the units as before, where a custom function holds it together."""
+        before = self.units
+        try:
+            return self._trace_with(units, step, microbatch)
+        except InsideFunctionError:
+            self._use(before)
+            self._whole.add(name)
+            return None
 
     def _note_empty_stages(self, groups: Sequence[Sequence[str]]) -> None:
         placement = self.placement

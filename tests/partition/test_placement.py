@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from d9d_lightning.errors import PartitionError
-from d9d_lightning.partition.placement import group_units, place_units
-from d9d_lightning.values import Trace, UnitCall, ValueId
+from d9d_lightning.partition.placement import find_oversized, group_units, place_units
+from d9d_lightning.stage.planner import Planner
+from d9d_lightning.values import Microbatch, Trace, UnitCall, ValueId
 
 Call = tuple[str, Sequence[int], int]
 """Unit, numbers of the calls whose result it needs, floating point operations."""
@@ -132,3 +135,57 @@ def test_ranks_of_a_v_get_equal_shares_where_stages_cannot() -> None:
         load[v[stage]] += unit not in ("u0", "u13")
     assert load == [3, 3, 3, 3]
     assert set(placed.values()) == set(range(8))
+
+
+def test_a_unit_worth_more_than_two_stages_is_found() -> None:
+    """It must stand alone, draw no random numbers, and not be one that is kept whole."""
+    heavy = chain(10, 100, 10, 10)
+    assert find_oversized(heavy, 4, ()) == "u1"
+    assert find_oversized(heavy, 4, {"u1"}) is None
+    assert find_oversized(chain(10, 20, 10, 10), 4, ()) is None
+    assert find_oversized(heavy, 1, ()) is None
+    drawing = Trace(tuple(replace(call, draws=frozenset({"torch"})) for call in heavy.calls), frozenset(), frozenset())
+    assert find_oversized(drawing, 4, ()) is None
+    mutual = trace_of([("a", [], 10), ("b", [0], 100), ("a", [1], 10), ("c", [2], 10)])
+    assert find_oversized(mutual, 4, ()) is None
+
+
+class Trunk(nn.Module):
+    """Six layers behind one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.gate = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inside:
+            x = x + layer(x) * self.gate
+        return x
+
+
+class OneLarge(nn.Module):
+    """A large module in a list of small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Trunk()])
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [((0,), 0), ((0, 1, 1, 0), 6)])
+def test_a_unit_much_larger_than_the_rest_is_split(ranks: tuple[int, ...], parts: int) -> None:
+    """Where stages would wait for it, its parts are placed apart; with one stage, or where the user names it, not."""
+    root = OneLarge()
+    piece = Microbatch(0, 2, (torch.ones(2, 4),))
+    planner = Planner(root)
+    planner.place(lambda p: root(*p.args), piece, ranks)
+    assert sum(name.startswith("layers.3.inside") for name in planner.units) == parts
+    named = Planner(root, unit_patterns=["layers.*"])
+    named.place(lambda p: root(*p.args), piece, ranks)
+    assert list(named.units) == ["layers.0", "layers.1", "layers.2", "layers.3", "spare"]
