@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -143,10 +145,12 @@ def train(
     )
     data = make_tokens(batch * accumulate * steps) if data is None else data
     trainer.fit(module, make_loader(data, batch, replicas, **(loader_options or {})))
-    trainer.save_checkpoint("replicated.ckpt")
     outcome = Outcome(norms=norms.seen, loss=float(trainer.callback_metrics.get("loss_epoch", 0.0)))
-    if trainer.global_rank == 0:
-        outcome.state = torch.load("replicated.ckpt", weights_only=True)["state_dict"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(trainer.strategy.broadcast(folder)) / "trained.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.global_rank == 0:
+            outcome.state = torch.load(path, weights_only=True)["state_dict"]
     outcome.own = {name: p.detach().clone() for name, p in module.named_parameters() if type(p) is nn.Parameter}
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     outcome.scale = scaler.get_scale() if scaler is not None else 0.0
