@@ -108,8 +108,8 @@ class TakeTurns(Callback):
         self._alone.clear()
         time_alone(self._alone.step, self.samples["solo"])
         for name, runner in self._others.items():
-            runner.clear()
             self._watch.start()
+            runner.clear()  # as the Trainer does in its own turn
             runner.step()
             self._watch.stop(self.samples[name])
         over = torch.tensor([int(time.time() > self._end)])
