@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -53,8 +53,7 @@ def fit(what: str) -> int:
     L.seed_everything(3, verbose=False)
     odd = rank == 1
     if odd and what == "torchmetrics":
-        version = metadata.version
-        metadata.version = lambda name: "0.0.1" if name == "torchmetrics" else version(name)
+        torchmetrics.__version__ = "0.0.1"
     module = Small(
         width=6 if odd and what == "width" else 8,
         layers=5 if odd and what == "layers" else 4,

@@ -79,7 +79,7 @@ def test_a_callback_that_never_returns_is_named_with_its_line() -> None:
     for ending in end(Fault("hang", "callback", 1), timeout=4.0):
         assert ending.exit_code == 1
         assert "meanwhile rank 1: outside of any action, in strike" in ending.first_error, ending.text
-        assert "job.py" in ending.first_error
+        assert "fault.py" in ending.first_error, ending.first_error
 
 
 def test_a_unit_that_never_returns_is_named_with_its_action() -> None:
