@@ -8,7 +8,7 @@ what is to be moved, in one order that both ends derive from the names, and the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,7 +151,10 @@ class StageCommunicationHandler:
         Raises:
             PipelineTransferError: As :meth:`create_receives`.
         """
-        wires = self.create_receives(microbatch_index)
+        return self.receive_ops(self.create_receives(microbatch_index))
+
+    def receive_ops(self, wires: Sequence[Wire]) -> list[dist.P2POp]:
+        """Operations that fill what :meth:`create_receives` gave."""
         return [dist.P2POp(dist.irecv, wire, group=self._group, group_peer=peer) for wire, peer in wires]
 
     def create_receives(self, microbatch_index: int) -> list[Wire]:
@@ -197,7 +200,10 @@ class StageCommunicationHandler:
             PipelineTransferNameError: As :meth:`create_sends`.
             PipelineTransferError: As :meth:`create_sends`.
         """
-        wires = self.create_sends(outputs)
+        return self.send_ops(self.create_sends(outputs))
+
+    def send_ops(self, wires: Sequence[Wire]) -> list[dist.P2POp]:
+        """Operations that send what :meth:`create_sends` gave."""
         return [dist.P2POp(dist.isend, wire, group=self._group, group_peer=peer) for wire, peer in wires]
 
     def create_sends(self, outputs: Mapping[str, torch.Tensor]) -> list[Wire]:

@@ -103,12 +103,12 @@ class Inbox:
         header.check(buffer, self._name(message.peer), self._name(dist.get_rank(self.groups.control)))
 
     def _give_buffers(self, message: _Posted) -> None:
-        group = message.handler.group
         if self.batched:
-            operations = [dist.P2POp(dist.irecv, wire, group=group, group_peer=peer) for wire, peer in message.wires]
+            operations = message.handler.receive_ops(message.wires)
             message.works = list(dist.batch_isend_irecv(operations)) if operations else []
         else:
-            message.works = [group.recv([wire], peer, 0) for wire, peer in message.wires]
+            receive = message.handler.group.recv
+            message.works = [receive([wire], peer, 0) for wire, peer in message.wires]
 
     def _name(self, peer: int) -> str:
         return f"rank {dist.get_global_rank(self.groups.control, peer)}"

@@ -149,9 +149,7 @@ class ProcessTransport:
             return
         works = self._send_header(key, wires[0][1], lambda: describe_sent(handler, message, wires))
         if self._batched:
-            group = handler.group
-            operations = [dist.P2POp(dist.isend, wire, group=group, group_peer=peer) for wire, peer in wires]
-            works += dist.batch_isend_irecv(operations)
+            works += dist.batch_isend_irecv(handler.send_ops(wires))
         else:
             send = handler.group.send
             works += [send([wire], peer, 0) for wire, peer in wires]
