@@ -22,22 +22,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from measure import Samples, Stopwatch, describe_ratio
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer import SameBatch
-from workload import NUM_MICROBATCHES, StagedModel, Workload, loss_of
+from trainer import Module, SameBatch
+from workload import NUM_MICROBATCHES, Workload
 
 from d9d_lightning import D9DStrategy
 
 _WARM_UP = 3
 
 
-class Module(LightningModule):
-    def __init__(self, work: Workload, num_stages: int) -> None:
-        super().__init__()
-        self.model = StagedModel(work.cut(num_stages))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return loss_of(self.model(x), y)
+class Trained(Module):
+    """The same module with an optimizer that computes."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -71,7 +65,7 @@ def fit(work: Workload, batch: tuple[Tensor, Tensor], strategy: Any, num_stages:
         accelerator="cpu", devices=2, strategy=strategy, max_steps=_WARM_UP + 5, callbacks=[timer], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(work, num_stages), DataLoader(SameBatch(batch), batch_size=None))
+    trainer.fit(Trained(work, num_stages), DataLoader(SameBatch(batch), batch_size=None))
 
 
 def main() -> None:
