@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--case", choices=("big", "tiny"), default="big")
     parser.add_argument("--schedule", default="zbv")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=NUM_MICROBATCHES)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -81,10 +82,10 @@ def main() -> None:
     share = (work.x.chunk(size)[rank], work.y.chunk(size)[rank])
 
     def ours() -> Any:
-        return D9DStrategy(options.schedule, num_microbatches=NUM_MICROBATCHES, units=["model.stages.*.*"])
+        return D9DStrategy(options.schedule, num_microbatches=options.microbatches, units=["model.stages.*.*"])
 
     runs: dict[str, tuple[tuple[Tensor, Tensor], Callable[[], Any]]] = {
-        f"ours {options.schedule}": ((work.x, work.y), ours),
+        f"ours {options.schedule}, {options.microbatches} microbatches": ((work.x, work.y), ours),
         "Lightning DDP": (share, lambda: "ddp"),
     }
     samples = {name: Samples() for name in runs}

@@ -85,8 +85,8 @@ class TakeTurns(Callback):
             self._others["replay"] = our_pipeline(self._work, pair, groups)
         self.samples = {name: Samples() for name in ("solo", *self._others, "Trainer")}
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        if "Trainer" in self.errors or self._schedule == "ddp":
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        if "Trainer" in self.errors or self._schedule == "ddp" or trainer.global_step == 0:
             return
         self._alone.clear()
         self._alone.step()
