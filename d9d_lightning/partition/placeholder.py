@@ -82,6 +82,14 @@ class Placeholder(torch.Tensor):
         return cls(geometry, origin)
 
     @classmethod
+    def parameter(cls, tensor: torch.Tensor, origin: str, device: torch.device | None = None) -> Placeholder:
+        """A placeholder like ``tensor`` that counts as a parameter, without the detour of making one of another."""
+        made = cls.like(tensor, origin, device)
+        made.requires_grad_(tensor.requires_grad)
+        made._is_param = True
+        return made
+
+    @classmethod
     def non_leaf(cls, geometry: shapes.Geometry, origin: str) -> Placeholder:
         """A placeholder that requires grad and, unlike a leaf, may be changed in place."""
         with torch.enable_grad():

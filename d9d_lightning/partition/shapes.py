@@ -7,6 +7,7 @@ dictionary look-up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+
+from d9d_lightning.partition.device_blind import is_device_blind
 
 __all__ = [
     "DRAWS_BY_VALUE",
@@ -74,6 +77,10 @@ class OutputRule:
     geometry: Geometry
     same_as: int | None = None
     view_of: int | None = None
+
+    def on(self, device: torch.device) -> OutputRule:
+        """The same on another device."""
+        return dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,8 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placeholder:
         return rule
     with _disable_current_modes(), torch.no_grad():
         try:
-            rule = _infer_by_fake(func, args, kwargs)
+            blind = is_device_blind(func, tensors_of((args, kwargs)))
+            rule = _infer_on_meta(func, args, kwargs) if blind else _infer_by_fake(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if not _depends_on_real_arguments(func, args, placeholder):
                 raise DataDependentError(f"the geometry of what {func} gives depends on values") from None
@@ -199,15 +207,31 @@ def _infer_from_zeros(func: Any, args: Any, kwargs: Any, placeholder: type, erro
         raise DataDependentError(f"torch has no shape rule for {func}", error) from error
 
 
+def _on_meta(geometry: Geometry) -> torch.Tensor:
+    needed = geometry.offset + sum((n - 1) * s for n, s in zip(geometry.shape, geometry.stride, strict=True)) + 1
+    base = torch.empty(needed, dtype=geometry.dtype, device="meta")
+    return base.as_strided(geometry.shape, geometry.stride, geometry.offset)
+
+
+def _infer_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule:
+    inputs: list[torch.Tensor] = []
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        inputs.append(_on_meta(Geometry.of(tensor)))
+        return inputs[-1]
+
+    device = tensors_of((args, kwargs))[0].device
+    meta_args, meta_kwargs = map_tensors((args, kwargs), on_meta)
+    rule = _make_rule(func, args, kwargs, inputs, func(*meta_args, **meta_kwargs))
+    return dataclasses.replace(rule, outputs=rule.build(lambda output: output.on(device)))
+
+
 def _infer_by_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule:
     inputs: list[FakeTensor] = []
 
     def fake(tensor: torch.Tensor) -> FakeTensor:
         geometry = Geometry.of(tensor)
-        needed = geometry.offset + sum((n - 1) * s for n, s in zip(geometry.shape, geometry.stride, strict=True)) + 1
-        base = torch.empty(needed, dtype=geometry.dtype, device="meta")
-        meta = base.as_strided(geometry.shape, geometry.stride, geometry.offset)
-        inputs.append(FakeTensor(_MODE, meta, geometry.device))
+        inputs.append(FakeTensor(_MODE, _on_meta(geometry), geometry.device))
         return inputs[-1]
 
     fake_args, fake_kwargs = map_tensors((args, _without_generator(kwargs)), fake)

@@ -6,6 +6,7 @@ they were before, and in the same objects.
 
 from __future__ import annotations
 
+import operator
 import random
 import types
 from collections import OrderedDict, deque
@@ -80,8 +81,12 @@ def is_plain_object(value: Any) -> bool:
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _SKIPPED}
+_EMPTY: dict[type, Any] = {dict: {}, OrderedDict: {}, list: [], set: set()}
+"""What an empty container is remembered as; most of a module's fields are tables of hooks without any."""
+
+
+def _attributes(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in _SKIPPED}
 
 
 class ModuleSnapshot:
@@ -99,18 +104,17 @@ class ModuleSnapshot:
         self._root = root
         skipped = {id(module) for module in excluded}
         self._modules = [(path, module) for path, module in root.named_modules() if id(module) not in skipped]
-        self._attributes = [_attributes(module) for _, module in self._modules]
+        self._fields = [dict(vars(module)) for _, module in self._modules]
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._objects: list[tuple[Any, dict[str, Any]]] = []
         self._generators: dict[int, tuple[Any, Any]] = {}
-        for attributes in self._attributes:
-            for value in attributes.values():
-                self._remember(value, 0)
+        self._remember_fields()
         self._random = RandomState()
         self._buffers = [dict(module._buffers) for _, module in self._modules]
         self.copies: dict[str, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
-        for (path, module), attributes in zip(self._modules, self._attributes, strict=True):
-            tensors = {n: v for n, v in attributes.items() if type(v) is torch.Tensor}
+        for (path, module), fields in zip(self._modules, self._fields, strict=True):
+            tensors = {n: v for n, v in fields.items() if type(v) is torch.Tensor and n not in _SKIPPED}
             for place, items in ((module._buffers, module._buffers.items()), (module.__dict__, tensors.items())):
                 for name, tensor in list(items):
                     if tensor is not None:
@@ -118,6 +122,17 @@ class ModuleSnapshot:
                         place[name] = copy
                         self.copies[f"{path}.{name}" if path else name] = copy
         self._versions = {name: copy._version for name, copy in self.copies.items()}
+
+    def _remember_fields(self) -> None:
+        for fields in self._fields:
+            for name, value in fields.items():
+                kind = type(value)
+                if kind in _SCALARS or name in _SKIPPED:
+                    continue
+                if kind in _EMPTY and not value:
+                    self._containers.setdefault(id(value), (value, _EMPTY[kind]))
+                else:
+                    self._remember(value, 0)
 
     def _remember(self, value: Any, depth: int) -> None:
         if type(value) in _SCALARS or isinstance(value, torch.Tensor | nn.Module):
@@ -137,6 +152,7 @@ class ModuleSnapshot:
             children = value
         elif is_plain_object(value):
             self._containers[id(value)] = (vars(value), dict(vars(value)))
+            self._objects.append((value, vars(value)))
             children = vars(value).values()
         else:
             return
@@ -156,10 +172,11 @@ class ModuleSnapshot:
 
     def changed(self, units: dict[str, nn.Module]) -> Iterator[str]:
         """Qualified names of attributes, buffers and generators outside the units that differ from the snapshot."""
-        inside = {id(module) for unit in units.values() for module in unit.modules()}
-        for (path, module), before in zip(self._modules, self._attributes, strict=True):
+        touched = list(self._touched())
+        inside = {id(module) for unit in units.values() for module in unit.modules()} if touched else set()
+        for path, module, fields in touched:
             prefix = f"{path}." if path else ""
-            now = _attributes(module)
+            before, now = _attributes(fields), _attributes(vars(module))
             for name in sorted(set(before) | set(now)):
                 if name.startswith("__") or (id(module) in inside and name not in _HOOKS):
                     continue
@@ -172,14 +189,33 @@ class ModuleSnapshot:
                 if buffer is not None and not self._is_untouched_copy(prefix + name, buffer):
                     yield prefix + name
 
+    def _touched(self) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+        """Modules that may differ from the snapshot, with the fields they had."""
+        quiet = (
+            not self._changed_containers()
+            and all(vars(value) is fields for value, fields in self._objects)
+            and all(equal_states(generator_state(g), state) for g, state in self._generators.values())
+        )
+        for (path, module), fields in zip(self._modules, self._fields, strict=True):
+            if not quiet or module._buffers or not _same_entries(vars(module), fields):
+                yield path, module, fields
+
+    def _changed_containers(self) -> list[tuple[Any, Any]]:
+        """Containers that differ, and their remembered content."""
+        return [
+            (value, saved)
+            for value, saved in self._containers.values()
+            if (saved or len(value)) and _differs(value, saved)
+        ]
+
     def generators_outside(self, units: dict[str, nn.Module]) -> list[tuple[str, Any]]:
         """Generators that glue can reach, with the names of the attributes that hold them."""
-        inside = {id(module) for unit in units.values() for module in unit.modules()}
-        found: dict[int, tuple[str, Any]] = {}
         if not self._generators:
             return []
-        for (path, module), attributes in zip(self._modules, self._attributes, strict=True):
-            for name, value in attributes.items() if id(module) not in inside else ():
+        inside = {id(module) for unit in units.values() for module in unit.modules()}
+        found: dict[int, tuple[str, Any]] = {}
+        for (path, module), fields in zip(self._modules, self._fields, strict=True):
+            for name, value in _attributes(fields).items() if id(module) not in inside else ():
                 reached: set[int] = set()
                 self._collect(value, reached)
                 for key in reached & self._generators.keys():
@@ -211,20 +247,24 @@ class ModuleSnapshot:
     def restore(self, keep: Collection[str] = ()) -> None:
         """Put everything back, in the objects it was in, except the names to keep."""
         kept_containers: set[int] = set()
-        for (path, module), before in zip(self._modules, self._attributes, strict=True):
-            prefix = f"{path}." if path else ""
-            kept = {name for name in _attributes(module) if prefix + name in keep}
+        for (path, module), fields in zip(self._modules, self._fields, strict=True):
+            if not keep and _same_entries(vars(module), fields):
+                continue
+            prefix, before = f"{path}." if path else "", _attributes(fields)
+            kept = {name for name in _attributes(vars(module)) if prefix + name in keep}
             for name in kept:
                 self._collect(vars(module)[name], kept_containers)
-            for name in [n for n in _attributes(module) if n not in before and n not in kept]:
+            for name in [n for n in _attributes(vars(module)) if n not in before and n not in kept]:
                 del module.__dict__[name]
             module.__dict__.update({name: value for name, value in before.items() if name not in kept})
-        for value, saved in self._containers.values():
-            if id(value) not in kept_containers and _differs(value, saved):
+        for value, saved in self._changed_containers():
+            if id(value) not in kept_containers:
                 fill_container(value, saved)
         for generator, state in self._generators.values():
             set_generator_state(generator, state)
         for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
+            if not (buffers or module._buffers):
+                continue
             if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are fixed once it is made
                 module._buffers.clear()
             for name, buffer in buffers.items():
@@ -266,6 +306,15 @@ _MISSING = _Missing()
 
 def _same_constant(old: Any, new: Any) -> bool:
     return type(old) is type(new) and isinstance(old, bool | int | float | str | bytes) and old == new
+
+
+def _same_entries(fields: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether the same names hold the very same objects; unlike equality it asks no object for its opinion."""
+    return (
+        len(fields) == len(before)
+        and all(map(operator.is_, fields.values(), before.values()))
+        and list(fields) == list(before)
+    )
 
 
 def _differs(value: Any, saved: Any) -> bool:

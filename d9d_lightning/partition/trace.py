@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from d9d_lightning.partition.custom_functions import refuse_inside_function
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, Output, calls_between
 from d9d_lightning.partition.effects import HookRecorder, Observation
-from d9d_lightning.partition.flops import FlopCounter
+from d9d_lightning.partition.flops import counted_flops
 from d9d_lightning.partition.generators import LentGenerators
 from d9d_lightning.partition.interception import Interceptor
 from d9d_lightning.partition.observed import ObservedCall, spec_of, version_of
@@ -72,11 +72,12 @@ def trace_step(
     *,
     depth: TraceDepth,
     exchange: Exchange | None = None,
-    silenced: Sequence[nn.Module] = (),
     keep_plain_state: bool = False,
     device: torch.device | None = None,
     position: Position | None = None,
     meter: Meter | None = None,
+    snapshot: ModuleSnapshot | None = None,
+    count_flops: bool = True,
 ) -> Trace:
     """Run the step once and record it. Afterwards everything is as it was before.
 
@@ -88,18 +89,21 @@ def trace_step(
         kwargs: The step's keyword arguments.
         depth: How much is really computed.
         exchange: Runs units on their owners, for depth VALUES of a module that is spread over processes.
-        silenced: Modules whose attributes need no restoring.
         device: Where parameters that have no memory yet will live.
         keep_plain_state: Leave state that holds no tensor as the run left it.
         position: Sets the global random generators as a replay does, so that glue which draws goes the same way.
         meter: Measures what calls of units do.
+        snapshot: The state to come back to, where the caller took it right before; by default it is taken here.
+        count_flops: Whether to count what units compute; it costs a fifth of a trace.
 
     Raises:
         PlaceholderReadError: At depth SHAPES, the step reads the value of an activation.
         Exception: Whatever the step itself raises.
     """
-    tracer = _Tracer(root, interceptor, depth, exchange, position or _leave_generators, meter or _measure_nothing)
-    snapshot = ModuleSnapshot(root, silenced)
+    tracer = _Tracer(
+        root, interceptor, depth, exchange, position or _leave_generators, meter or _measure_nothing, count_flops
+    )
+    snapshot = snapshot or ModuleSnapshot(root)
     tracer.lent.generators = snapshot.generators_outside(interceptor.units)
     keep: list[str] = []
     try:
@@ -139,11 +143,11 @@ def _traced_parameters(
 ) -> Iterator[None]:
     """Mark where each parameter comes from; at depth SHAPES, put placeholders in the place of all of them."""
     replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-    stand_ins: dict[int, nn.Parameter] = {}
+    stand_ins: dict[int, Any] = {}
     for name, parameter in root.named_parameters():
-        stand_in = parameter
+        stand_in: torch.Tensor = parameter
         if depth is TraceDepth.SHAPES:
-            stand_in = nn.Parameter(Placeholder.like(parameter, name, device), parameter.requires_grad)
+            stand_in = Placeholder.parameter(parameter, name, device)
         stand_ins[id(parameter)] = stand_in
         tracer.add_parameter(name, stand_in)
     if depth is TraceDepth.SHAPES:
@@ -174,6 +178,7 @@ class _Tracer:
         exchange: Exchange | None,
         position: Position,
         meter: Meter,
+        count_flops: bool,
     ) -> None:
         self._root = root
         self._interceptor = interceptor
@@ -181,6 +186,7 @@ class _Tracer:
         self._exchange = exchange
         self._position = position
         self._meter = meter
+        self._count_flops = count_flops
         self._provenance = Provenance()
         self._calls: list[UnitCall] = []
         self._numbers: dict[str, int] = {}
@@ -279,7 +285,7 @@ class _Tracer:
         with _disable_current_modes():
             watch = Observation(module, (args, kwargs), version_of)
             before = RandomState()
-            with HookRecorder(module) as hooks, FlopCounter() as flops, cheap_random_numbers():
+            with HookRecorder(module) as hooks, counted_flops(self._count_flops) as flops, cheap_random_numbers():
                 result = self._interceptor.run_inside(original, args, kwargs)
             effects, tensors = watch.finish(result, hooks)
             memory, shared = self._shared_memory(tensors, given, own)

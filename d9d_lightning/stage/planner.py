@@ -91,32 +91,36 @@ class Planner:
         Raises:
             PartitionError: The step cannot be traced.
         """
-        before = ModuleSnapshot(self.root, self._silenced)
+        trace, before = self._trace_once(step, microbatch, keep_plain_state=True)
+        if not trace.changed_state:
+            return trace
         lasting: set[str] = set()
         try:
-            trace = self._trace_once(step, microbatch, keep_plain_state=True)
-            if trace.changed_state:
-                # What changes the first time only (a cache filled, hooks installed, an option inferred) is
-                # initialisation: it happens on every rank now, so that no private copy of it has to be kept.
-                again = self._trace_once(step, microbatch)
-                lasting = set(trace.changed_state) - set(again.changed_state)
-                trace = again
-            return trace
+            # What changes the first time only (a cache filled, hooks installed, an option inferred) is
+            # initialisation: it happens on every rank now, so that no private copy of it has to be kept.
+            again, _ = self._trace_once(step, microbatch)
+            lasting = set(trace.changed_state) - set(again.changed_state)
+            return again
         finally:
             before.restore(lasting)
 
-    def _trace_once(self, step: StepCall, microbatch: Microbatch, keep_plain_state: bool = False) -> Trace:
+    def _trace_once(
+        self, step: StepCall, microbatch: Microbatch, keep_plain_state: bool = False
+    ) -> tuple[Trace, ModuleSnapshot]:
+        """Also the state before the run, to which plain state can be put back."""
         failure: Exception | None = None
-        trace: Trace | None = None
+        traced: tuple[Trace, ModuleSnapshot] | None = None
         try:
-            trace = self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
+            traced = self._trace_at(TraceDepth.SHAPES, step, microbatch, keep_plain_state)
         except PartitionError:
             raise  # no depth will help
         except Exception as error:
             # A step may fail on placeholders in any way; with real values its own error, if it has one, comes out.
             failure = error
-        if not self.agree(failure is not None) and trace is not None:
-            return trace
+        if not self.agree(failure is not None) and traced is not None:
+            return traced
+        if traced is not None:
+            traced[1].restore()  # this rank has a run more than the one that failed
         if failure is not None:
             self._note_depth(failure)
         with self.lend():
@@ -128,11 +132,14 @@ class Planner:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _trace_at(self, depth: TraceDepth, step: StepCall, microbatch: Microbatch, keep_plain_state: bool) -> Trace:
+    def _trace_at(
+        self, depth: TraceDepth, step: StepCall, microbatch: Microbatch, keep_plain_state: bool
+    ) -> tuple[Trace, ModuleSnapshot]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return step(Microbatch(microbatch.index, microbatch.size, args, microbatch.seed, kwargs))
 
-        return trace_step(
+        snapshot = ModuleSnapshot(self.root, self._silenced)
+        trace = trace_step(
             self.root,
             self.interceptor,
             call,
@@ -140,12 +147,14 @@ class Planner:
             microbatch.kwargs,
             depth=depth,
             exchange=self.exchange if depth is TraceDepth.VALUES else None,
-            silenced=self._silenced,
             keep_plain_state=keep_plain_state,
             device=self._device,
             position=lambda kinds, unit, number: set_position(kinds, microbatch.seed, unit, number),
             meter=self.meter,
+            snapshot=snapshot,
+            count_flops=self.placement is None,  # only the placement asks for them
         )
+        return trace, snapshot
 
     def place(self, step: StepCall, microbatch: Microbatch, stage_to_rank: Sequence[int]) -> Placement:
         """Fix the placement from one microbatch.

@@ -94,6 +94,47 @@ def test_names_can_be_kept() -> None:
     assert module.late.item() == 1
 
 
+def swap_fields(module: Stateful) -> None:
+    module.meter.__dict__ = {"total": 1.0}
+
+
+def rename_a_field(module: Stateful) -> None:
+    module.__dict__["counted"] = module.__dict__.pop("count")
+
+
+def fill_an_empty_field(module: Stateful) -> None:
+    module.net.register_forward_hook(lambda *args: None)
+
+
+def empty_a_field(module: Stateful) -> None:
+    module.history.clear()
+
+
+def draw_from_the_generator(module: Stateful) -> None:
+    torch.rand(1, generator=module.generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (swap_fields, {"meter"}),
+        (rename_a_field, {"count", "counted"}),
+        (fill_an_empty_field, {"net._forward_hooks"}),
+        (empty_a_field, {"history"}),
+        (draw_from_the_generator, {"generator"}),
+    ],
+)
+def test_a_single_change_is_named(change: Any, names: set[str]) -> None:
+    """One change is found wherever it is, although modules that nothing touched are not looked at closely."""
+    module = Stateful()
+    snapshot = ModuleSnapshot(module)
+    change(module)
+    assert set(snapshot.changed({"net": module.net})) >= names
+    snapshot.restore()
+    assert module.count == 0 and "counted" not in vars(module) and not module.net._forward_hooks
+    assert module.history == [1] and set(snapshot.changed({"net": module.net})) <= {"center", "running", "meter"}
+
+
 @pytest.mark.parametrize(
     ("draw", "kind"),
     [
