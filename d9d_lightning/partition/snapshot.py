@@ -260,6 +260,9 @@ class ModuleSnapshot:
         for value, saved in self._changed_containers():
             if id(value) not in kept_containers:
                 fill_container(value, saved)
+        for value, fields in self._objects:
+            if vars(value) is not fields and id(vars(value)) not in kept_containers:
+                value.__dict__ = fields
         for generator, state in self._generators.values():
             set_generator_state(generator, state)
         for (_, module), buffers in zip(self._modules, self._buffers, strict=True):
