@@ -155,6 +155,8 @@ _REAL_SHAPE_OPERATORS = {
 
 
 def _key(value: Any, placeholder: type) -> Any:
+    if value is None or type(value) is int:  # most of all; other numbers can equal an integer and get their type
+        return value
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return ("sparse", value.shape, value.dtype)

@@ -225,9 +225,10 @@ class _Tracer:
             self._joined.append(self._calls_behind(args) | {len(self._calls)})
         refuse_inside_function(unit)
         needs = provenance.sources((args, kwargs)) | provenance.read
-        own = {id(provenance.cell(p)) for p in module.parameters()}
-        for parameter in module.parameters():  # weights swapped in by functional_call are inputs too
-            needs |= {s for s in provenance.cell(parameter).sources if isinstance(s, ValueId)}
+        cells = [provenance.cell(parameter) for parameter in module.parameters()]
+        own = {id(cell) for cell in cells}
+        for cell in cells:  # weights swapped in by functional_call are inputs too
+            needs |= {s for s in cell.sources if isinstance(s, ValueId)}
         # a call may put further tensors into its arguments, such as a cache, and where it does not run they come later
         given = tensors_in((args, kwargs))
         result: list[Any] = []
