@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from d9d_lightning.stage.split_backward import WeightPass, full_backward, split_backward
 
@@ -133,3 +133,25 @@ def assert_equal_outcomes(expected: Outcome, actual: Outcome) -> None:
         assert_same(left, right)
     assert_same(expected.weights, actual.weights)
     assert sorted(actual.events) == sorted(expected.events)
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Parameter:
+    """A random weight."""
+    generator = torch.Generator().manual_seed(seed + 17 * sum(shape))
+    return nn.Parameter(torch.randn(shape, dtype=dtype, generator=generator))
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random input that requires a gradient."""
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def module_case(module: nn.Module, *shape: int, dtype: torch.dtype = torch.float64) -> tuple[list[nn.Parameter], Build]:
+    """The weights of a module, and a stage that calls it on one random input."""
+
+    def build(weights: Sequence[Tensor], microbatch: int) -> Case:
+        x = leaf(*shape, dtype=dtype)
+        result = module(x)
+        return Case([x], [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)])
+
+    return list(module.parameters()), build
