@@ -6,6 +6,8 @@ d9d classes keeps working. A message says what was given, what was expected, and
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
+
 __all__ = [
     "GradientSyncError",
     "MessageMismatchError",
@@ -24,6 +26,7 @@ __all__ = [
     "StageError",
     "StageGradientError",
     "UnplannedCallError",
+    "UnsafeCheckpointError",
     "WorkerError",
 ]
 
@@ -50,6 +53,10 @@ class PipelineConfigurationError(PipelineError, ValueError):
 
 class PretrainedWeightsError(PipelineError, ValueError):
     """A file of pretrained weights does not exist, is broken, or belongs to another module."""
+
+
+class UnsafeCheckpointError(PipelineError, UnpicklingError):
+    """A checkpoint holds objects that are only read with ``weights_only=False``."""
 
 
 class PipelineStateError(PipelineError, ValueError):

@@ -23,7 +23,11 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def explain_exhaustion(
-    error: BaseException, where: str, parameters: Iterable[Tensor], stages: Iterable[PipelineStage]
+    error: BaseException,
+    where: str,
+    parameters: Iterable[Tensor],
+    optimizer_states: Iterable[Tensor],
+    stages: Iterable[PipelineStage],
 ) -> None:
     """Add to the message of an error, which stays what it is, where it happened and what was held.
 
@@ -31,18 +35,21 @@ def explain_exhaustion(
         error: One that :func:`is_exhaustion`.
         where: The action and unit.
         parameters: This rank's parameters.
+        optimizer_states: What its optimizers keep; nothing before their first step.
         stages: This rank's stages, as they were when it happened.
     """
     own = list(parameters)
     gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+    states = list(optimizer_states)
     held = [f"{_megabytes(own)} of parameters", f"{_megabytes(gradients)} of gradients"]
+    held.append(f"{_megabytes(states)} of optimizer states" if states else "no optimizer states yet")
     for stage in stages:
         activations, waiting = stage.held_bytes()
         held += [f"stage {stage.index}: {_list(activations)} of activations"] if activations else []
         held += [f"stage {stage.index}: {_list(waiting)} for weight gradients to come"] if waiting else []
     text = (
-        f"Memory ran out in {where}. This rank then held {'; '.join(held)}; optimizer states come on top. Less is held "
-        "with smaller microbatches (num_microbatches=), with activation_checkpointing=, with a schedule that keeps "
+        f"Memory ran out in {where}. This rank then held {'; '.join(held)}. Less is held with "
+        "smaller microbatches (num_microbatches=), with activation_checkpointing=, with a schedule that keeps "
         'fewer of them ("v_min", "v_half", "1f1b"), or with more ranks.'
     )
     first = str(error.args[0]) if error.args else ""

@@ -80,6 +80,7 @@ class Pipeline:
 
     Attributes:
         monitor: Told which action runs.
+        optimizer_states: Gives the tensors that optimizers keep, for an error that says what was held.
         recorder: Notes when each action of a training step begins and ends.
         planner: Traces and plans.
     """
@@ -115,6 +116,7 @@ class Pipeline:
         self._device = torch.device(device)
         self._transport = None if groups is None else ProcessTransport(groups, self.stage_to_rank, self._device)
         self.monitor: Monitor | None = None
+        self.optimizer_states: Callable[[], Iterable[Tensor]] = tuple
         self.recorder = StepRecorder(rank)
         self._recomputed = recomputed
         self._recomputation = Recomputation({})
@@ -356,10 +358,8 @@ class Pipeline:
 
     def _settle(self, executor: PipelineExecutor, fresh: bool, stages: Iterable[PipelineStage]) -> StepStatus:
         failure = executor.failure
-        status = StepStatus.FINE
-        if failure is not None:
-            unplanned = isinstance(failure, UnplannedCallError | PlaceholderReadError) and not fresh
-            status = StepStatus.UNPLANNED if unplanned else StepStatus.FAILED
+        unplanned = isinstance(failure, UnplannedCallError | PlaceholderReadError) and not fresh
+        status = StepStatus.UNPLANNED if unplanned else StepStatus.FINE if failure is None else StepStatus.FAILED
         status, fallbacks = self._agreement.after(status, self._fallbacks.find(stages))
         self.planner.notes.extend(describe_fallbacks(fallbacks))
         if status is not StepStatus.FINE and self._transport is not None:
@@ -367,7 +367,7 @@ class Pipeline:
         if status is StepStatus.FAILED:
             where = "" if failure is None else place_of_failure(f"action {executor.failed_action}", failure)
             if failure is not None and is_exhaustion(failure):
-                explain_exhaustion(failure, where, self._trained, stages)
+                explain_exhaustion(failure, where, self._trained, self.optimizer_states(), stages)
             self._agreement.raise_first(failure, where, executor.failed_at)
         return status
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from d9d_lightning.errors import PipelineConfigurationError
 from d9d_lightning.strategy.optimizers import OptimizerLayout, to_local_state
+from d9d_lightning.strategy.stored import shape_in, take_from
 from d9d_lightning.strategy.stream import receive_tree, send_tree
 from d9d_lightning.strategy.whole import Ownership
 
@@ -130,11 +131,11 @@ def load_module(module: nn.Module, state: Mapping[str, Any], ownership: Ownershi
         RuntimeError: Names or shapes do not match.
     """
     if ownership is None:
-        module.load_state_dict(state, strict=strict)
+        module.load_state_dict(take_from(state, list(state)), strict=strict)
         return
     names = canonical_names(module)
     check_names(module, state, strict)
-    part = {key: value for key, value in state.items() if key not in names or names[key] in ownership.held}
+    part = take_from(state, [key for key in state if key not in names or names[key] in ownership.held])
     module.load_state_dict(part, strict=False)
 
 
@@ -154,11 +155,11 @@ def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> No
     if not all(map(_loads_plainly, module.modules())):
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        given = state.get(name)
-        if isinstance(given, Tensor) and given.shape != parameter.shape:
+        given = shape_in(state, name)
+        if given is not None and given != parameter.shape:
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the checkpoint "
-                f"has {list(given.shape)}, the module {list(parameter.shape)}."
+                f"has {list(given)}, the module {list(parameter.shape)}."
             )
 
 

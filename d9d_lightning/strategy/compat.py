@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
-from lightning.fabric.utilities.load import _load_distributed_checkpoint as load_distributed_checkpoint
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -63,7 +62,6 @@ __all__ = [
     "init_process_group",
     "is_overridden",
     "is_param_in_hook_signature",
-    "load_distributed_checkpoint",
     "optimizer_to_device",
     "optimizers_to_device",
     "reduce_over",

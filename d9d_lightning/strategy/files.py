@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from d9d_lightning.strategy.directories import remove_directory
 from d9d_lightning.strategy.sharded import is_sharded, read_sharded
+from d9d_lightning.strategy.trust import load_file
 
 __all__ = ["read_checkpoint", "remove_checkpoint", "write_checkpoint"]
 
@@ -62,12 +63,15 @@ def read_checkpoint(io: CheckpointIO, path: str | Path, weights_only: bool | Non
         io: The trainer's ``CheckpointIO``.
         path: The file, or the directory of a distributed checkpoint.
         weights_only: As ``torch.load`` takes it; None leaves the choice to it.
+
+    Raises:
+        UnsafeCheckpointError: The file holds objects of classes that may only be read with ``weights_only=False``.
     """
     if is_sharded(path):
         return read_sharded(path, weights_only)
     if _is_plain_local(io, path) and Path(path).is_file():
         try:
-            return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+            return load_file(path, weights_only, mmap=True)
         except RuntimeError as error:
             # files of the format before zip cannot be mapped
             if "mmap" not in str(error):

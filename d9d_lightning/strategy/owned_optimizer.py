@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from d9d_lightning.strategy.checkpoint import load_optimizer
 from d9d_lightning.strategy.optimizers import OptimizerLayout, prune_optimizer, read_layout, to_global_state
 from d9d_lightning.strategy.sharded import number_optimizer_state
+from d9d_lightning.strategy.stored import StoredMapping
 
 __all__ = ["OwnedOptimizer"]
 
@@ -38,6 +40,11 @@ class OwnedOptimizer:
     def group_names(self) -> list[list[str]]:
         """Names of the parameters of each group of the whole module."""
         return [[str(name) for name in names] for names in self._layout.groups]
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """Tensors that the optimizer keeps for this rank's parameters; none before its first step."""
+        return [leaf for leaf in tree_leaves(list(self._optimizer.state.values())) if isinstance(leaf, Tensor)]
 
     def prune(self, owned: Mapping[str, Tensor]) -> None:
         """Give up the parameters of other ranks, also of groups that are added later (unfreezing)."""
@@ -73,5 +80,9 @@ class OwnedOptimizer:
             # a callback has put groups of the whole module back (finetuning resumes so)
             self._layout = read_layout(self._optimizer, self._module)
             prune_optimizer(self._optimizer, self._layout, self._owned)
+        stored = state["state"]
+        if isinstance(stored, StoredMapping):
+            own = (str(name) for names in self._layout.groups for name in names if name is None or name in self._owned)
+            state = {**state, "state": stored.take(name for name in own if name in stored)}
         state = number_optimizer_state(state, self._layout)
         load_optimizer(self._optimizer, state, self._layout, self._owned)

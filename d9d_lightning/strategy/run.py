@@ -201,6 +201,8 @@ class Run:
         """Hang loops, logs, metrics, hooks and signals on the trainer, and the failure watch on the pipeline."""
         groups = self._world.groups
         self.placed.engine.monitor = watch
+        optimizers = self._optimizers.values()
+        self.placed.engine.optimizer_states = lambda: [t for optimizer in optimizers for t in optimizer.state_tensors]
         self._signals.install()
         replicas = groups.data_gradients if groups is not None and self._world.axes.data > 1 else None
         session = Session(
@@ -256,6 +258,7 @@ class Run:
         self._signals.remove()
         if self._placed is not None:
             self._placed.engine.monitor = None
+            self._placed.engine.optimizer_states = tuple
         self._hooks.remove()
         self._callbacks.remove()
         if self._reduction is not None:

@@ -1,7 +1,8 @@
 """Checkpoints as a directory: every rank writes its part under the module's names, any number of ranks reads it.
 
 The layout is the one of Lightning's ``ModelParallelStrategy``: the tensors as a ``torch.distributed.checkpoint``, all
-else in one file beside them. So Lightning's ``consolidate_checkpoint`` makes one file of it.
+else in one file beside them. So Lightning's ``consolidate_checkpoint`` makes one file of it. A rank that resumes reads
+what it owns.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from d9d_lightning.strategy.compat import METADATA_FILENAME, load_distributed_checkpoint
+from d9d_lightning.strategy.compat import METADATA_FILENAME
 from d9d_lightning.strategy.directories import replace_directory
 from d9d_lightning.strategy.optimizers import OptimizerLayout
+from d9d_lightning.strategy.stored import StoredEntries, StoredMapping
+from d9d_lightning.strategy.trust import load_file
 
 __all__ = ["is_sharded", "name_optimizer_state", "number_optimizer_state", "read_sharded", "write_sharded"]
 
 
 MODULE_KEY = "model"
 """Where Lightning's tool looks for the module's tensors."""
+
+_AVERAGE_KEY = "current_model_state"
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -79,8 +84,8 @@ def write_sharded(
     tensors: dict[str, Any] = {MODULE_KEY: dict(checkpoint.pop("state_dict"))}
     for index, (state, layout) in enumerate(zip(checkpoint.pop("optimizer_states", []), layouts, strict=False)):
         tensors[f"optimizer_{index}"] = name_optimizer_state(state, layout)
-    if "current_model_state" in checkpoint:
-        tensors["current_model_state"] = dict(checkpoint.pop("current_model_state"))
+    if _AVERAGE_KEY in checkpoint:
+        tensors[_AVERAGE_KEY] = dict(checkpoint.pop(_AVERAGE_KEY))
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{_agree(uuid.uuid4().hex[:8], group)}.part")
     temporary.mkdir(parents=True, exist_ok=True)
@@ -101,14 +106,23 @@ def _agree(value: str, group: ProcessGroup | None) -> str:
 
 
 def read_sharded(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-    """Read a directory checkpoint into the form of a plain one; optimizer states keep parameter names."""
-    checkpoint = dict(load_distributed_checkpoint(Path(path)))
-    if weights_only is False:
-        checkpoint.update(torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=False))
-    checkpoint["state_dict"] = checkpoint.pop(MODULE_KEY)
+    """A directory checkpoint in the form of a plain one; optimizer states keep parameter names.
+
+    Tensors of the module and of optimizer states are read later, when a rank takes its own.
+    """
+    checkpoint = load_file(Path(path) / METADATA_FILENAME, weights_only)
+    entries = StoredEntries(path)
+    present = {key for key, *_ in entries.paths.values()}
+    # Lightning's own strategy for several axes has another name for it
+    module_key = MODULE_KEY if MODULE_KEY in present else "state_dict"
+    checkpoint["state_dict"] = StoredMapping(entries, (module_key,))
+    if _AVERAGE_KEY in present:
+        checkpoint[_AVERAGE_KEY] = StoredMapping(entries, (_AVERAGE_KEY,))
     states: list[dict[str, Any]] = []
-    while (key := f"optimizer_{len(states)}") in checkpoint:
-        states.append(checkpoint.pop(key))
+    while (key := f"optimizer_{len(states)}") in present:
+        states.append(
+            {**entries.read_nested((key,), without=(key, "state")), "state": StoredMapping(entries, (key, "state"))}
+        )
     if states:
         checkpoint["optimizer_states"] = states
     return checkpoint

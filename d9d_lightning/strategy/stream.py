@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 __all__ = ["receive_tree", "send_tree"]
 
-FILE_BACKED_BYTES = 16 * 2**20
+FILE_BACKED_BYTES = 2**18
 """Received tensors of at least this size live in an unlinked file, so that they cost page cache and no memory."""
 
 

@@ -41,7 +41,7 @@ class Greedy(nn.Module):
         return self.linear(x).tanh()
 
 
-def run_out(error: Exception) -> str:
+def run_out(error: Exception, momentum: bool = False) -> str:
     """What a user reads after the second microbatch of the second stage."""
     net = nn.Sequential(*(Greedy() for _ in range(4)))
     program = build_program("zbv", pp_size=1, num_microbatches=4)
@@ -54,6 +54,10 @@ def run_out(error: Exception) -> str:
     pipeline.place(step, pieces)
     pipeline.release()
     pipeline.run(step, pieces, program, finish=lambda piece, loss: loss)
+    if momentum:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+        optimizer.step()
+        pipeline.optimizer_states = lambda: [state["momentum_buffer"] for state in optimizer.state.values()]
     net[3].raises, net[3].calls_left = error, 1
     with pytest.raises(type(error)) as raised:
         pipeline.run(step, pieces, program, finish=lambda piece, loss: loss)
@@ -68,11 +72,17 @@ def test_the_message_says_where_it_was_and_what_was_held(error: Exception) -> No
     text = run_out(error)
     assert text.startswith(first)
     assert re.search(r"Memory ran out in action 1F1, unit 3\.", text)
-    assert "1.0 MB of parameters; 1.0 MB of gradients" in text
+    assert "1.0 MB of parameters; 1.0 MB of gradients; no optimizer states yet" in text
     # each of the two layers of stage 0 keeps its output, the first one its input too
     assert "stage 0: microbatch 1 3.0 MB of activations" in text
     assert "activation_checkpointing=" in text
     assert is_oom_error(error) == (not isinstance(error, MemoryError))
+
+
+def test_optimizer_states_are_counted() -> None:
+    """After a step with momentum the error names the optimizer states, as large as the parameters."""
+    text = run_out(torch.OutOfMemoryError("CUDA out of memory."), momentum=True)
+    assert "1.0 MB of parameters; 1.0 MB of gradients; 1.0 MB of optimizer states; stage 0" in text
 
 
 def test_other_errors_are_left_alone() -> None:

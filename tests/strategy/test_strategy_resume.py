@@ -79,6 +79,10 @@ def run(schedule: str, devices: int, path: Any, start: Any, epochs: int) -> dict
         (("plain", 1), ("zbv", 2)),
         (("zbv", 2), ("gpipe", 1)),
         (("directory", 2), ("zbv", 1)),
+        pytest.param(("directory", 1), ("zbv", 2), marks=pytest.mark.full),
+        pytest.param(("directory", 4), ("1f1b", 2), marks=pytest.mark.full),
+        pytest.param(("directory", 2), ("interleaved_1f1b", 4), marks=pytest.mark.full),
+        pytest.param(("zbv", 4), ("dualpipev", 2), marks=pytest.mark.full),
     ],
     ids=lambda v: f"{v[0]}{v[1]}",
 )
