@@ -1,9 +1,9 @@
 """Operators whose result has the same geometry on every device, and can therefore be asked on the meta device itself.
 
 ``FakeTensorMode`` adds to torch's meta kernels what depends on the device that a tensor claims to be on: memory formats
-of convolutions, which fused kernel runs, devices named by arguments. Views, products and elementwise operators have
-nothing of the kind, and are most of what is new at a new sequence length; asking them directly is five to thirty times
-cheaper.
+of convolutions, which fused kernel runs, devices named by arguments. Views, products and elementwise operators, a few
+others too, have nothing of the kind, and are most of what is new at a new sequence length; asking them directly is five
+to thirty times cheaper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _NAMES = (
     # elementwise
     "add sub mul div pow neg abs exp log sqrt rsqrt sin cos tanh sigmoid relu gelu silu where maximum minimum "
     # reductions
-    "mean sum _softmax _log_softmax nll_loss_forward"
+    "mean sum _softmax _log_softmax nll_loss_forward "
+    # rearranging
+    "_unsafe_view cat"
 )
 _PACKETS = frozenset(getattr(torch.ops.aten, name) for name in _NAMES.split())
 

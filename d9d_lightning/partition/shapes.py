@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,19 +113,20 @@ def _build(node: Any, make: Callable[[OutputRule], Any]) -> Any:
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
     """Tensors in the (args, kwargs) of an operator, in order; an operator nests lists at most."""
     found: list[torch.Tensor] = []
-    _collect(arguments, found)
+    _collect((arguments,), found)
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if type(value) is int:  # sizes are most of what is here
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

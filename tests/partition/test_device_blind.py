@@ -65,6 +65,8 @@ def views() -> list[tuple[Any, tuple[Any, ...]]]:
         calls += [(ATEN.permute.default, (x, [2, 0, 1])), (ATEN.transpose.int, (x, 0, 2)), (ATEN.unbind.int, (x, 1))]
         calls += [(ATEN.select.int, (x, 1, 2)), (ATEN.slice.Tensor, (x, 2, 1, 4, 2)), (ATEN.detach.default, (x,))]
         calls += [(ATEN.split.Tensor, (x, 2, 2)), (ATEN.unsqueeze.default, (x, 1)), (ATEN.diagonal.default, (x,))]
+        calls += [(ATEN.cat.default, ([x, y], dim)) for y in layouts(2, 3, 4) for dim in (0, 2)]
+    calls += [(ATEN._unsafe_view.default, (torch.rand(6, 4), [2, 3, 4]))]
     return [*calls, (ATEN.view.default, (torch.rand(2, 3, 4)[1:], [3, 4])), (ATEN.view.dtype, (x, torch.int32))]
 
 
