@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from d9d_lightning.strategy.compat import is_param_in_hook_signature
 from d9d_lightning.strategy.data import STEP_OF, peek_batch
 from d9d_lightning.strategy.engine import BatchPosition, Engine, find_sinks, split_batch
+from d9d_lightning.strategy.loggers import loggers_routed
 from d9d_lightning.strategy.messages import Messenger
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.placement import PlacedModule, find_placed, read_ownership, remember_placed
@@ -89,7 +90,7 @@ def _sample(
         before = module._current_fx_name
         module._current_fx_name = name
         try:
-            with step_context(trainer.precision_plugin, name):
+            with step_context(trainer.precision_plugin, name), loggers_routed(trainer):
                 return user_step(*microbatch.args, **microbatch.kwargs)
         finally:
             module._current_fx_name = before

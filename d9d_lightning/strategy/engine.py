@@ -12,6 +12,7 @@ from d9d_lightning.runtime.batch import find_batch_size
 from d9d_lightning.runtime.batch import split_batch as cut_batch
 from d9d_lightning.runtime.pretrained import PretrainedWeights
 from d9d_lightning.schedule import Program
+from d9d_lightning.strategy.loggers import OUTLET
 from d9d_lightning.strategy.metrics import metric_objects
 from d9d_lightning.values import Microbatch, Placement
 
@@ -65,7 +66,7 @@ class Engine(Protocol):
 
 def find_sinks(module: nn.Module) -> tuple[Sink, ...]:
     """Methods that the user's step hands values to, and that only the loss owner may really call."""
-    sinks: list[Sink] = [(module, "log"), (module, "log_dict")]
+    sinks: list[Sink] = [(module, "log"), (module, "log_dict"), (OUTLET, "write")]
     for metric in metric_objects(module):
         sinks += [(metric, "forward"), (metric, "update")]
     return tuple(sinks)

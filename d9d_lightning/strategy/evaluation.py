@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from d9d_lightning.runtime.batch import merge_outputs
+from d9d_lightning.strategy.loggers import loggers_routed
 from d9d_lightning.strategy.precision import step_context
 from d9d_lightning.strategy.records import combine_records
 from d9d_lightning.strategy.session import Session
@@ -83,7 +84,7 @@ class EvaluationSteps:
 
         def run() -> None:
             program = session.programs.evaluation(len(microbatches))
-            with torch.no_grad():
+            with torch.no_grad(), loggers_routed(session.trainer):
                 session.engine.run(
                     step, microbatches, program, finish=finish, restart=restart, training=False, kind=step_name
                 )

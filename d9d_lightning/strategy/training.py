@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from d9d_lightning.runtime.batch import merge_outputs
 from d9d_lightning.strategy.compat import trainer_call
+from d9d_lightning.strategy.loggers import loggers_routed
 from d9d_lightning.strategy.losses import LOSS_WEIGHT, BatchLoss, WeightWindow
 from d9d_lightning.strategy.measured import Replanner
 from d9d_lightning.strategy.precision import announce_backward, scale_root, step_context
@@ -130,7 +131,7 @@ class TrainingSteps:
                 observer.restart()
 
         def run() -> None:
-            with self._reduction.step(synchronize=synchronize):
+            with self._reduction.step(synchronize=synchronize), loggers_routed(session.trainer):
                 session.engine.run(
                     step,
                     microbatches,
