@@ -1,9 +1,9 @@
 """What a step writes to its loggers by hand is written once, by the run of the step that is kept.
 
 A step runs more often than there are batches: traces look at it, and every stage replays it. The log book looks after
-``self.log``, this file after ``self.logger.experiment.add_scalar(...)`` and ``self.logger.log_metrics(...)``. While a step
-runs, the trainer's loggers are stand-ins, whose calls go through one method. That method is a sink of the step, like
-``log``: the plan brings what it is given to the loss owner, and only there it does anything.
+``self.log``, this file after ``self.logger.experiment.add_scalar(...)`` and ``self.logger.log_metrics(...)``. While a
+step runs, the trainer's loggers are stand-ins, whose calls go through one method. That method is a sink of the step,
+like ``log``: the plan brings what it is given to the loss owner, and only there it does anything.
 """
 
 from __future__ import annotations
