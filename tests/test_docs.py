@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
 import shlex
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,17 @@ def test_every_option_has_its_place() -> None:
     """The page on options has one heading for each argument of the strategy, and none for what is no argument."""
     described = set(re.findall(r"^### `([a-z]\w*)`", read("options.md"), re.MULTILINE))
     assert described == set(inspect.signature(D9DStrategy).parameters)
+
+
+def test_the_defaults_on_the_page_of_options_are_those_of_the_code() -> None:
+    """Under each argument the page begins with its default, as the signature has it; timeout's is torch's own."""
+    begins = dict(re.findall(r"^### `([a-z]\w*)`\n+Default `([^`]+)`", read("options.md"), re.MULTILINE))
+    parameters = inspect.signature(D9DStrategy).parameters
+    assert begins.keys() == parameters.keys() - {"timeout"}
+    assert {name: ast.literal_eval(default) for name, default in begins.items()} == {
+        name: parameters[name].default for name in begins
+    }
+    assert parameters["timeout"].default == timedelta(minutes=30)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

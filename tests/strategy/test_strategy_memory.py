@@ -70,3 +70,22 @@ def test_resident_memory_of_each_of_four_ranks_is_below_40_percent() -> None:
     assert all(int(peak) < 40 and int(left) < 40 for peak, left, _ in rows), done.stdout
     parameters = int(re.search(r"states: (\d+) MB", done.stdout)[1]) / 4
     assert all(int(saving) <= parameters for *_, saving in rows), done.stdout
+
+
+class RunsOut(Classifier):
+    """Holds a megabyte of parameters, and needs more memory than there is after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(width=512)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+def test_the_states_of_adamw_are_in_the_error_that_memory_ran_out() -> None:
+    """After a step of AdamW the error says that its states are twice as large as the parameters."""
+    with pytest.raises(torch.OutOfMemoryError, match=r"held 1\.0 MB of parameters; .*; 2\.0 MB of optimizer states"):
+        fit(pipeline(), RunsOut, max_epochs=2)
