@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity import StepModule
-from tests.parity_modules import TOKENS, Case, translation
-from tests.parity_modules import tokens as token_pairs
+from tests.parity_basics import TOKENS, translation
+from tests.parity_basics import tokens as token_pairs
+from tests.parity_modules import Case
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
 

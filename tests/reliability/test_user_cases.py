@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.schedule import build_program, check_program
 from tests.parity import StepModule, adamw, assert_equal_training, train_pipeline, train_plain
-from tests.parity_modules import Case, UNet, images
+from tests.parity_basics import images
+from tests.parity_modules import Case
+from tests.parity_networks import UNet
 
 WIDTH = 6
 

@@ -11,7 +11,7 @@ from d9d_lightning.runtime.whereabouts import Doing, Outside, place_of_failure
 from d9d_lightning.schedule import build_program
 from d9d_lightning.testing.pipeline import LocalPipeline
 from tests.parity import microbatches_of
-from tests.parity_modules import Residual, pairs
+from tests.parity_basics import Residual, pairs
 
 
 class Waits(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import parity_modules, parity_transformers
-from tests.parity import Trained, adamw, assert_same_outcome, sgd, train_pipeline, train_plain
+from tests.parity import StepModule, Trained, adamw, assert_same_outcome, sgd, train_pipeline, train_plain
 from tests.parity_modules import SAME_MICROBATCHES, SIZE_ONE, Case
 
 CASES: dict[str, Case] = {**parity_modules.CASES, **parity_transformers.CASES}
@@ -38,7 +38,7 @@ ALL = list(itertools.product(CASES, SCHEDULES, SIZES, COUNTS, OPTIMIZERS))
 CHOSEN = chosen_combinations()
 
 
-def build(name: str) -> tuple[parity_modules.StepModule, list[object]]:
+def build(name: str) -> tuple[StepModule, list[object]]:
     """The module of a case, and its batches."""
     torch.manual_seed(0)
     return CASES[name].make(), [CASES[name].batch(index) for index in range(STEPS)]

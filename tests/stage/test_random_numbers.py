@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity import StepModule, Trained, train_pipeline
-from tests.parity_modules import CLASSES, TOKENS, WIDTH, GptBlock, block, pairs, tokens
+from tests.parity_basics import CLASSES, TOKENS, WIDTH, block, pairs, tokens
+from tests.parity_networks import GptBlock
 
 LAYOUTS = [("1f1b", 2), ("zbv", 2), ("zbv", 4)]
 COUNT = 3

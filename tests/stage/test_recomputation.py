@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from d9d_lightning.schedule import SCHEDULES
 from d9d_lightning.stage.recomputation import Recomputation, find_recomputed, matching_modules
 from tests.parity import StepModule, assert_equal_training, train_pipeline, train_plain
-from tests.parity_modules import CLASSES, WIDTH, pairs, tokens
+from tests.parity_basics import CLASSES, WIDTH, pairs, tokens
 from tests.stage.test_random_numbers import DropoutGpt, GptBlock, NoisyLayer, ThreeGenerators
 
 COUNT = 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.parity import StepModule, assert_same_outcome, train_pipeline, train_plain
-from tests.parity_modules import Residual, pairs
+from tests.parity_basics import Residual, pairs
 from tests.parity_transformers import T5, Gpt2, Llama, causal, seq2seq
 
 

@@ -19,7 +19,9 @@ from d9d_lightning.stage.stage import PipelineStage
 from d9d_lightning.testing.pipeline import LocalPipeline, LocalRun
 from d9d_lightning.values import Microbatch
 from tests.parity import StepModule, microbatches_of
-from tests.parity_modules import CASES, Checkpointed, CheckpointedRegion, Mlp, Residual, pairs
+from tests.parity_basics import Mlp, Residual, pairs
+from tests.parity_modules import CASES
+from tests.parity_networks import Checkpointed, CheckpointedRegion
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.parity import StepModule, assert_same_outcome, train_pipeline, train_plain
-from tests.parity_modules import EncoderDecoder, Gpt, Residual, SharedHeadGpt, pairs, tokens, translation
+from tests.parity_basics import Residual, pairs, tokens, translation
+from tests.parity_networks import EncoderDecoder, Gpt, SharedHeadGpt
 from tests.parity_transformers import Llama, causal
 
 LAYOUTS = [("gpipe", 2), ("1f1b", 4), ("zbv", 2), ("zbv", 4)]

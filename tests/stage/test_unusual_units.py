@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from d9d_lightning.errors import PartitionError
 from d9d_lightning.stage.planner import Planner
 from tests.parity import StepModule, assert_same_outcome, train_pipeline, train_plain
-from tests.parity_modules import CLASSES, WIDTH, Residual, pairs
+from tests.parity_basics import CLASSES, WIDTH, Residual, pairs
 
 LAYOUTS = [("zbv", 2, 3), ("zbv", 4, 3), ("1f1b", 2, 4)]
 
