@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from d9d_lightning.strategy.compat import is_param_in_hook_signature
 from d9d_lightning.strategy.data import STEP_OF, peek_batch
 from d9d_lightning.strategy.engine import BatchPosition, Engine, find_sinks, split_batch
 from d9d_lightning.strategy.loggers import loggers_routed
+from d9d_lightning.strategy.mesh import Position, process_of_rank
 from d9d_lightning.strategy.messages import Messenger
 from d9d_lightning.strategy.options import StrategyOptions
 from d9d_lightning.strategy.placement import PlacedModule, find_placed, read_ownership, remember_placed
@@ -162,13 +164,15 @@ def shared_groups(world: World, programs: Programs, owners: Mapping[str, tuple[i
     for name, ranks in sorted(owners.items()):
         if len(ranks) > 1:
             by_set.setdefault(tuple(sorted(ranks)), []).append(name)
-    mine = world.pipeline_rank(programs.loss_owner)
     found = []
     for ranks, names in sorted(by_set.items()):
-        members = sorted(world.process_of(rank, programs.loss_owner) for rank in ranks)
-        if mine in ranks:
-            group = dist.new_group(members, use_local_synchronization=True)
-            found.append((group, tuple(names)))
+        processes = [process_of_rank(rank, world.axes.pipeline, programs.loss_owner) for rank in ranks]
+        for data, tensor in product(range(world.axes.data), range(world.axes.tensor)):
+            members = sorted(world.axes.global_rank(Position(process, data, tensor)) for process in processes)
+            # by all processes: local creation names a group after how many its process has, and these differ here
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                found.append((group, tuple(names)))
     return found
 
 
