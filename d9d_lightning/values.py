@@ -114,6 +114,8 @@ class Trace:
             is made of: values, and names of parameters.
         overwritten_inputs: Positions, among the tensors of the step's arguments, of those changed in place.
         joined: Sets of calls that must share a stage, because a differentiation in the step goes through them.
+        copies: Parameters that are copies of others, which a hook may update them from. In the trace of setup only.
+        lodgers: Units of copies that the step does not call, and the units of what they are copies of.
         lent_generators: Random generators of the module that units draw from although glue can too: ``(name, unit)``.
         shapes_follow_data: Glue makes tensors whose shapes depend on data, so the next batch may have others.
     """
@@ -127,6 +129,8 @@ class Trace:
     written_parameters: Mapping[str, frozenset[ValueId | str]] = field(default_factory=dict)
     overwritten_inputs: frozenset[int] = frozenset()
     joined: tuple[frozenset[int], ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    lodgers: Mapping[str, str] = field(default_factory=dict)
     lent_generators: tuple[tuple[str, str], ...] = ()
     shapes_follow_data: bool = False
 

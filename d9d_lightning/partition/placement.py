@@ -131,6 +131,7 @@ def place_units(
     for stage in range(num_stages):
         for group in groups[cuts[stage] : cuts[stage + 1]]:
             stage_of.update(dict.fromkeys(group, stage))
+    stage_of.update({unit: stage_of[host] for unit, host in trace.lodgers.items() if host in stage_of})
     _house_uncalled(stage_of, units, num_stages)
     return Placement(num_stages, stage_of)
 

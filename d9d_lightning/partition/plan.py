@@ -101,7 +101,7 @@ def parameter_stages(
     """Stages that hold each parameter; the first one is its home.
 
     A parameter lives with its unit. One that glue reads, or that several units hold, lives on every stage that uses it.
-    One that nothing uses lives on the last stage.
+    One that nothing uses lives on the last stage. An original also lives where its copies do.
     """
     names: dict[int, str] = {id(p): name for name, p in root.named_parameters()}
     stages: dict[str, set[int]] = {name: set() for name in names.values()}
@@ -125,6 +125,10 @@ def parameter_stages(
         for source in sources:
             if isinstance(source, str):
                 stages[source] |= stages[name]
+    for copy, original in trace.copies.items():
+        # a hook that updates the copy reads the original
+        if copy in stages and original in stages:
+            stages[original] |= stages[copy]
     return {name: tuple(sorted(found)) for name, found in stages.items()}
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from d9d_lightning.errors import PartitionError, PlaceholderReadError
+from d9d_lightning.partition.copies import find_copies, mirror_units, originals_of_units
 from d9d_lightning.partition.custom_functions import InsideFunctionError
 from d9d_lightning.partition.differentiation import DIFFERENTIATION, differentiation_unit
 from d9d_lightning.partition.effects import Effects
@@ -19,7 +21,7 @@ from d9d_lightning.partition.plan import make_plan
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import flatten
 from d9d_lightning.partition.trace import Exchange, Meter, TraceDepth, trace_step
-from d9d_lightning.partition.units import canonical_units, join_into_parent, split_largest, split_unit
+from d9d_lightning.partition.units import canonical_units, join_into_parent, parameter_owners, split_largest, split_unit
 from d9d_lightning.stage.randomness import set_position
 from d9d_lightning.stage.replay import StepCall
 from d9d_lightning.stage.signature import Described, Signature, describe_batch
@@ -169,10 +171,25 @@ class Planner:
         if self._units_are_ours:
             trace = self._split_oversized(trace, step, microbatch, len(stage_to_rank))
         groups = group_units(trace)
+        trace = self._with_copies(trace)
         self.setup_trace = trace
         self.placement = place_units(trace, self.units, stage_to_rank, self._split_points)
         self._note_empty_stages(groups)
         return self.placement
+
+    def _with_copies(self, trace: Trace) -> Trace:
+        """The trace, told which parameters are copies that a hook may update from others."""
+        called = {call.unit for call in trace.calls}
+        owners = parameter_owners(self.root, self.units)
+        used = {name for name, unit in owners.items() if unit in called}
+        used |= trace.tail_parameters.union(*(call.raw_parameters for call in trace.calls))
+        copies = find_copies(self.root, used)
+        finer = mirror_units(self.root, self.units, copies, called)
+        if finer is not self.units:
+            self._use(finer)
+        originals = originals_of_units(self.root, self.units, copies)
+        lodgers = {unit: min(found) for unit, found in originals.items() if unit not in called}
+        return replace(trace, copies=copies, lodgers=lodgers)
 
     def _split_until_enough(self, trace: Trace, step: StepCall, microbatch: Microbatch, wanted: int) -> Trace:
         while len(groups := group_units(trace)) < wanted:
