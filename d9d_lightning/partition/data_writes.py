@@ -22,17 +22,18 @@ _ORIGINAL: Any = torch._C.TensorBase.data
 
 
 @contextlib.contextmanager
-def data_writes_routed(is_glue: Callable[[], bool]) -> Iterator[None]:
+def data_writes_routed(is_glue: Callable[[], bool], is_step: Callable[[], bool]) -> Iterator[None]:
     """Copy what glue assigns to ``.data`` of a parameter within the block.
 
     Args:
         is_glue: Whether code between units runs at this moment.
+        is_step: Whether that is the step's, and not a hook's, which may swap the memory of two parameters.
     """
 
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         held = is_placeholder(tensor) or is_placeholder(value)
         fits = tensor.shape == value.shape and tensor.dtype == value.dtype
-        if is_glue() and fits and (held or isinstance(tensor, nn.Parameter)):
+        if is_glue() and fits and (held or (is_step() and isinstance(tensor, nn.Parameter))):
             with torch.no_grad():
                 _ORIGINAL.__get__(tensor).copy_(value)
         else:

@@ -47,6 +47,7 @@ class Interceptor:
         self.units = dict(units)
         self.sinks = tuple(sinks)
         self._policy: CallPolicy | None = None
+        self._is_outside = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -61,7 +62,7 @@ class Interceptor:
             with (
                 regions_routed(lambda: self._policy),
                 differentiation_routed(lambda: self._policy),
-                data_writes_routed(lambda: self._policy is not None),
+                data_writes_routed(lambda: self._policy is not None, lambda: not self._is_outside),
             ):
                 yield
         finally:
@@ -108,6 +109,15 @@ class Interceptor:
             yield
         finally:
             self._policy = before
+
+    @contextlib.contextmanager
+    def outside_of_steps(self) -> Iterator[None]:
+        """The code in the block belongs to no step."""
+        before, self._is_outside = self._is_outside, True
+        try:
+            yield
+        finally:
+            self._is_outside = before
 
     def run_inside(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit itself; calls of units nested in it are not routed."""

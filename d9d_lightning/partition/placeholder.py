@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,15 @@ from d9d_lightning.errors import PlaceholderReadError
 from d9d_lightning.partition import shapes
 from d9d_lightning.partition.user_code import describe_user_line
 
-__all__ = ["Cell", "Placeholder", "ReplayCut", "cured_afterwards", "is_placeholder", "reads_end_the_replay"]
+__all__ = [
+    "Cell",
+    "Placeholder",
+    "ReplayCut",
+    "cured_afterwards",
+    "is_placeholder",
+    "reads_end_the_replay",
+    "told_of_lost_writes",
+]
 
 
 class Cell:
@@ -243,6 +251,21 @@ def cured_afterwards() -> Iterator[None]:
                 del tensor.origin  # type: ignore[attr-defined]
 
 
+_TOLD_OF_LOST_WRITES: Callable[[torch.Tensor, str], None] | None = None
+
+
+@contextlib.contextmanager
+def told_of_lost_writes(told: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Within it, ``told(target, origin)`` is called before a real tensor is poisoned; it may raise."""
+    global _TOLD_OF_LOST_WRITES
+    before = _TOLD_OF_LOST_WRITES
+    _TOLD_OF_LOST_WRITES = told
+    try:
+        yield
+    finally:
+        _TOLD_OF_LOST_WRITES = before
+
+
 class ReplayCut(BaseException):
     """Ends a replay that has nothing left to do; no ``except Exception`` of the step catches it."""
 
@@ -282,8 +305,37 @@ def _first_placeholder(tensors: Iterable[torch.Tensor]) -> Placeholder:
     raise TypeError("an operator reached a placeholder without one among its arguments")
 
 
+def _known_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Positions of a list operator at which all tensors are real."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    if any(isinstance(value, Placeholder) for value in (*args, *kwargs.values())):
+        return []
+    return [index for index in range(len(args[0])) if not any(isinstance(some[index], Placeholder) for some in lists)]
+
+
+def _compute_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[int]) -> Any:
+    """An operator on lists treats each position by itself: it runs for the known ones."""
+    unknown = [index for index in range(len(args[0])) if index not in set(known)]
+
+    def run(positions: Sequence[int], call: Callable[[Any, Any], Any]) -> Any:
+        def pick(value: Any) -> Any:
+            return [value[index] for index in positions] if isinstance(value, list | tuple) else value
+
+        return call(tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()})
+
+    results = run(known, lambda a, k: func(*a, **k)), run(unknown, lambda a, k: _compute(func, a, k))
+    if results[0] is None:
+        return None
+    placed = dict(zip((*known, *unknown), (*results[0], *results[1]), strict=True))
+    return [placed[index] for index in range(len(args[0]))]
+
+
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of one operator with at least one placeholder among its arguments."""
+    if func.__name__.startswith("_foreach_"):
+        known = _known_positions(args, kwargs)
+        if known:
+            return _compute_apart(func, args, kwargs, known)
     tensors = shapes.tensors_of((args, kwargs))
     first = _first_placeholder(tensors)
     if shapes.draws_random_numbers(func, args, kwargs):
@@ -310,6 +362,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, Placeholder):
             target.cell.version += 1
         else:
+            if _TOLD_OF_LOST_WRITES is not None:
+                _TOLD_OF_LOST_WRITES(target, first.origin)
             _poison(target, first.origin)
 
     def make(output: shapes.OutputRule) -> Any:

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
-from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.errors import PipelineConfigurationError, PlaceholderReadError
+from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.strategy.optimizers import OptimizerLayout, to_local_state
 from d9d_lightning.strategy.stored import shape_in, take_from
 from d9d_lightning.strategy.stream import receive_tree, send_tree
@@ -33,6 +35,7 @@ __all__ = [
     "own_entries",
 ]
 
+_FOUND = "found"
 NAMED_PARTS = ("state_dict", "current_model_state")
 """Entries of a checkpoint that map the module's names to tensors; the second one is written by weight averaging."""
 
@@ -67,9 +70,17 @@ def own_entries(
 ) -> dict[str, Any]:
     """The entries of a state dict that this rank saves."""
     names = canonical_names(module)
-    return {
+    own = {
         key: value for key, value in state.items() if (ownership.saves(names[key]) if key in names else is_loss_owner)
     }
+    for key, value in own.items():
+        if is_placeholder(value):
+            raise PlaceholderReadError(
+                f"{key!r} was set to what was computed from {value.origin!r}, which lives on another rank, so there is "
+                "no value to save. Expected: the lines that set it, on all ranks, within "
+                "`with self.trainer.strategy.whole_module():`."
+            )
+    return own
 
 
 def gather_checkpoint(
@@ -92,16 +103,56 @@ def gather_checkpoint(
         spool: Directory for large tensors on their way.
     """
     parts = (*NAMED_PARTS, "optimizer_states")
+    rest = {key: value for key, value in checkpoint.items() if key not in parts}
+    first = process == 0
+    wanted: list[Any] = [_unknown_leaves(rest)] if first else [None]
+    dist.broadcast_object_list(wanted, processes[0], group=group)
     if process:
-        send_tree({key: checkpoint[key] for key in parts if key in checkpoint}, processes[0], group)
+        own = {key: checkpoint[key] for key in parts if key in checkpoint}
+        send_tree({**own, _FOUND: _known_leaves(rest, wanted[0])}, processes[0], group)
         return
+    found: dict[str, Tensor] = {}
     for source in processes[1:]:
-        _merge(checkpoint, receive_tree(source, group, spool))
+        part = receive_tree(source, group, spool)
+        found = {**part.pop(_FOUND), **found}
+        _merge(checkpoint, part)
+    if wanted[0]:
+        checkpoint.update(_completed(rest, found))
     for key in NAMED_PARTS:
         if key in checkpoint:
             checkpoint[key] = _in_order(checkpoint[key], order)
     for state in checkpoint.get("optimizer_states", ()):
         state["state"] = dict(sorted(state["state"].items()))
+
+
+def _unknown_leaves(tree: Any) -> list[str]:
+    """Where a tree has tensors whose values are on other ranks."""
+    return [keystr(path) for path, leaf in tree_flatten_with_path(tree)[0] if is_placeholder(leaf)]
+
+
+def _known_leaves(tree: Any, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a tree at some places, as far as this rank has their values."""
+    if not wanted:
+        return {}
+    leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+    known = {place: leaves.get(place) for place in wanted}
+    return {place: leaf for place, leaf in known.items() if isinstance(leaf, Tensor) and not is_placeholder(leaf)}
+
+
+def _completed(tree: Any, found: Mapping[str, Tensor]) -> Any:
+    def complete(path: Any, leaf: Any) -> Any:
+        if not is_placeholder(leaf):
+            return leaf
+        place = keystr(path)
+        if place not in found:
+            raise PlaceholderReadError(
+                f"the checkpoint's entry {place} was computed from {leaf.origin!r}, and no rank knows its value. "
+                "Expected: entries that the owner of a parameter can compute; or compute them, on all ranks, within "
+                "`with trainer.strategy.whole_module():`."
+            )
+        return found[place]
+
+    return tree_map_with_path(complete, tree)
 
 
 def _merge(whole: MutableMapping[str, Any], part: Mapping[str, Any]) -> None:

@@ -13,14 +13,16 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.errors import PipelineConfigurationError, PlaceholderReadError
+from d9d_lightning.partition.placeholder import is_placeholder
 from d9d_lightning.strategy.compat import is_overridden
 from d9d_lightning.strategy.logbook import LogBook
 from d9d_lightning.strategy.messages import Messenger
 from d9d_lightning.strategy.norms import warn_of_local_norms
 from d9d_lightning.strategy.outside import Around, run_around
+from d9d_lightning.values import LogRecord
 
-__all__ = ["LOGGING_HOOKS", "HookWrappers"]
+__all__ = ["LOGGING_HOOKS", "HookWrappers", "refuse_unknown"]
 
 LOGGING_HOOKS = (
     "on_train_start",
@@ -60,6 +62,23 @@ SILENT_HOOKS = (
     "on_predict_end",
 )
 """Hooks of a module in which ``self.log`` is not allowed, but calling the module is."""
+
+
+def refuse_unknown(records: Iterable[LogRecord]) -> None:
+    """Refuse to log what is known on another rank only.
+
+    Raises:
+        PlaceholderReadError: Names the key, and where the value comes from.
+    """
+    for record in records:
+        if is_placeholder(record.value):
+            raise PlaceholderReadError(
+                f"self.log({record.name!r}, ...) in {record.hook} was given what was computed from "
+                f"{record.value.origin!r}, which lives on another rank, so the value is not known here. Expected: a "
+                "number that each rank can compute. For norms of gradients use d9d_lightning.strategy.grad_norm; for "
+                "anything else of all parameters, put the lines, on all ranks, within "
+                "`with self.trainer.strategy.whole_module():`."
+            )
 
 
 class HookWrappers:
@@ -122,6 +141,8 @@ class HookWrappers:
                 return None if skip else hook(*args, **kwargs)
             with book.capture(trainer, owner=messenger.is_source) as records:
                 result = None if skip else hook(*args, **kwargs)
+            if messenger.is_source:
+                refuse_unknown(records)
             logged, owned = messenger.share(lambda: (records, result if owner_only else None))
             warn_of_local_norms(module, logged)
             book.replay(trainer, module, logged)

@@ -1,13 +1,15 @@
 """The inner optimization loop: zero gradients first, then the whole schedule, then the optimizer.
 
 Lightning zeroes gradients between ``training_step`` and ``backward``. A pipeline interleaves the two, so this closure
-zeroes first. Nothing above this object changes.
+zeroes first. ``on_before_zero_grad`` still comes after the step: a teacher that it updates must not change before.
+Nothing above this object changes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +33,18 @@ class PipelineClosure(Closure):
 
 
 class PipelineOptimization(AutomaticOptimization):
-    """Lightning's automatic optimization with the closure above."""
+    """Lightning's automatic optimization with the closure above.
+
+    Attributes:
+        before_zero_grad: Calls the hooks of that name; None where the batch adds to gradients that are there.
+    """
+
+    before_zero_grad: Callable[[], None] | None = None
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        zero_grad: Callable[[], None] | None = self._make_zero_grad_fn(batch_idx, optimizer)
+        is_first = self._make_zero_grad_fn(batch_idx, optimizer) is not None
+        self.before_zero_grad = partial(self._on_before_zero_grad, optimizer) if is_first else None
+        zero_grad = partial(self._optimizer_zero_grad, batch_idx, optimizer) if is_first else None
         return PipelineClosure(self._make_step_fn(kwargs), None, zero_grad)
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:

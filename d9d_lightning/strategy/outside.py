@@ -11,6 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
+
+from d9d_lightning.errors import PlaceholderReadError
+from d9d_lightning.partition.placeholder import is_placeholder, told_of_lost_writes
+from d9d_lightning.partition.user_code import describe_user_line
 from d9d_lightning.runtime.groups import PipelineGroups
 from d9d_lightning.runtime.pipeline import Pipeline
 from d9d_lightning.stage.lockstep import LockstepExchange, LockstepPolicy
@@ -33,6 +38,7 @@ class OutsideCalls:
     """
 
     def __init__(self, engine: Pipeline, groups: PipelineGroups, placement: Placement, meeting: Meeting) -> None:
+        self._engine = engine
         self._interceptor = engine.planner.interceptor
         self._groups = groups
         self._meeting = meeting
@@ -44,8 +50,26 @@ class OutsideCalls:
     def allowed(self) -> Iterator[None]:
         """Around a hook; costs a few attribute writes a unit."""
         self._met = False
-        with self._interceptor.installed(), self._interceptor.policy(self._policy):
+        guarded = told_of_lost_writes(self._refuse_lost_write)
+        outside, policy = self._interceptor.outside_of_steps(), self._interceptor.policy(self._policy)
+        with guarded, self._interceptor.installed(), outside, policy:
             yield
+
+    def _refuse_lost_write(self, target: Tensor, origin: str) -> None:
+        memory = target.untyped_storage()._cdata
+        buffers = {name: b for name, b in self._engine.module.named_buffers() if self._saves_buffer(name)}
+        for name, own in {**self._engine.owned_parameters, **buffers}.items():
+            if not is_placeholder(own) and own.untyped_storage()._cdata == memory:
+                raise PlaceholderReadError(
+                    f"{describe_user_line()} writes into {name!r}, which this rank keeps, what it computed from "
+                    f"{origin!r}, which lives on another rank: the value is not known here, and the write would be "
+                    "lost. Expected: tensors of one rank. A submodule made by copy.deepcopy is placed with what it "
+                    "was made from. Otherwise put these lines, on all ranks, within "
+                    "`with self.trainer.strategy.whole_module():`."
+                )
+
+    def _saves_buffer(self, name: str) -> bool:
+        return self._engine.buffer_owners.get(name) == self._engine.rank
 
     def _share(self, value: Any, source: int) -> Any:
         if not self._met:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from d9d_lightning.runtime.batch import merge_outputs
 from d9d_lightning.strategy.compat import trainer_call
 from d9d_lightning.strategy.loggers import loggers_routed
+from d9d_lightning.strategy.loop import PipelineOptimization
 from d9d_lightning.strategy.losses import LOSS_WEIGHT, BatchLoss, WeightWindow
 from d9d_lightning.strategy.measured import Replanner
 from d9d_lightning.strategy.precision import announce_backward, scale_root, step_context
@@ -96,6 +97,9 @@ class TrainingSteps:
             self._reduction.finish(self._window)
         if self._replanner is not None:
             self._replanner.after_batch(len(microbatches))
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        if isinstance(optimization, PipelineOptimization) and optimization.before_zero_grad is not None:
+            optimization.before_zero_grad()
         self._witness.look()
         announce_backward(session.precision, session.module, loss)
         trainer_call._call_callback_hooks(trainer, "on_after_backward")
