@@ -19,8 +19,9 @@ __all__ = ["find_copies", "mirror_units", "originals_of_units"]
 
 @dataclass(frozen=True)
 class _Looks:
-    """What tells a module from others: the geometry of its parameters, and their values where they have any."""
+    """Names of a module's parameters in the root, and what tells it from others: their geometry, and their values."""
 
+    names: tuple[str, ...]
     geometry: tuple[tuple[str, torch.Size, torch.dtype], ...]
     values: tuple[float, ...] | None
 
@@ -36,8 +37,9 @@ def find_copies(root: nn.Module, used: Collection[str]) -> dict[str, str]:
         used: Names of parameters that the step uses.
     """
     sums: dict[int, tuple[float, bool]] = {}
+    first = {id(parameter): name for name, parameter in root.named_parameters()}
     looks = {
-        name: _look(module, sums)
+        name: _look(module, first, sums)
         for name, module in root.named_modules()
         if name and any(True for _ in module.parameters())
     }
@@ -45,26 +47,29 @@ def find_copies(root: nn.Module, used: Collection[str]) -> dict[str, str]:
     for name, look in looks.items():
         alike.setdefault(look.geometry, []).append(name)
     copies: dict[str, str] = {}
+    originals: set[str] = set()
     for name, look in looks.items():
-        own = _full_names(name, look)
-        if any(parameter in copies or parameter in copies.values() for parameter in own):
+        if any(parameter in copies or parameter in originals for parameter in look.names):
             continue
         others = [o for o in alike[look.geometry] if o != name and not _are_layers_of_one_list(root, name, o)]
-        others = [other for other in others if not any(p in copies for p in _full_names(other, looks[other]))]
+        others = [other for other in others if not {*looks[other].names} & {*look.names, *copies}]
         original = _original(root, name, others, looks, used)
         if original is not None:
-            copies.update(zip(own, _full_names(original, looks[original]), strict=True))
+            copies.update(zip(look.names, looks[original].names, strict=True))
+            originals.update(looks[original].names)
     return copies
 
 
-def _look(module: nn.Module, sums: dict[int, tuple[float, bool]]) -> _Looks:
+def _look(module: nn.Module, first: Mapping[int, str], sums: dict[int, tuple[float, bool]]) -> _Looks:
     named = list(module.named_parameters())
+    names = tuple(first[id(parameter)] for _, parameter in named)
     geometry = tuple((name, parameter.shape, parameter.dtype) for name, parameter in named)
     if any(parameter.is_meta for _, parameter in named):
-        return _Looks(geometry, None)
+        return _Looks(names, geometry, None)
     known = [_sum(parameter, sums) for _, parameter in named]
     # fresh norms and zero biases are all alike without being copies
-    return _Looks(geometry, tuple(total for total, _ in known) if any(varied for _, varied in known) else None)
+    values = tuple(total for total, _ in known) if any(varied for _, varied in known) else None
+    return _Looks(names, geometry, values)
 
 
 def _sum(parameter: Tensor, sums: dict[int, tuple[float, bool]]) -> tuple[float, bool]:
@@ -73,10 +78,6 @@ def _sum(parameter: Tensor, sums: dict[int, tuple[float, bool]]) -> tuple[float,
         varied = bool(flat.numel()) and bool(flat.min() != flat.max())
         sums[id(parameter)] = float(flat.double().sum()), varied
     return sums[id(parameter)]
-
-
-def _full_names(name: str, look: _Looks) -> list[str]:
-    return [f"{name}.{leaf}" for leaf, *_ in look.geometry]
 
 
 def _are_layers_of_one_list(root: nn.Module, one: str, other: str) -> bool:
@@ -92,7 +93,7 @@ def _original(
     root: nn.Module, name: str, others: list[str], looks: Mapping[str, _Looks], used: Collection[str]
 ) -> str | None:
     def is_used(module: str) -> bool:
-        return all(parameter in used for parameter in _full_names(module, looks[module]))
+        return all(parameter in used for parameter in looks[module].names)
 
     def is_trained(module: str) -> bool:
         return any(parameter.requires_grad for parameter in root.get_submodule(module).parameters())

@@ -101,7 +101,8 @@ def parameter_stages(
     """Stages that hold each parameter; the first one is its home.
 
     A parameter lives with its unit. One that glue reads, or that several units hold, lives on every stage that uses it.
-    One that nothing uses lives on the last stage. An original also lives where its copies do.
+    One that nothing uses lives on the last stage. A copy and its original live on
+    the stages of both.
     """
     names: dict[int, str] = {id(p): name for name, p in root.named_parameters()}
     stages: dict[str, set[int]] = {name: set() for name in names.values()}
@@ -125,10 +126,13 @@ def parameter_stages(
         for source in sources:
             if isinstance(source, str):
                 stages[source] |= stages[name]
+    families: dict[str, set[str]] = {}
     for copy, original in trace.copies.items():
-        # a hook that updates the copy reads the original
-        if copy in stages and original in stages:
-            stages[original] |= stages[copy]
+        families.setdefault(original, {original}).add(copy)
+    for family in families.values():
+        # a hook may update or swap any of them from any other
+        together = set().union(*(stages[name] for name in family))
+        stages.update(dict.fromkeys(family, together))
     return {name: tuple(sorted(found)) for name, found in stages.items()}
 
 
