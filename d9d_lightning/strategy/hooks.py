@@ -97,9 +97,9 @@ class HookWrappers:
         self._owner_only = tuple(owner_only)
         self._wrapped: list[str] = []
         for name in self._owner_only:
-            if not callable(getattr(module, name, None)):
+            if not name.startswith("on_") or not callable(getattr(module, name, None)):
                 raise PipelineConfigurationError(
-                    f"owner_only_hooks names {name!r}, but {type(module).__name__} has no such method. "
+                    f"owner_only_hooks names {name!r}, but {type(module).__name__} has no such hook. "
                     f"Hooks that can be named: {', '.join(LOGGING_HOOKS)}."
                 )
 

@@ -12,9 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from d9d_lightning.errors import PipelineConfigurationError
+from d9d_lightning.runtime.containers import open_container
+from d9d_lightning.runtime.sharding import SpecReplicate, SpecShard
 
 __all__ = ["StrategyOptions", "check_options"]
 
@@ -151,6 +154,23 @@ def _is_module_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
+def _is_backend(value: object) -> bool:
+    """Whether it is ``"gloo"``, or such names by device: ``"cpu:gloo,cuda:nccl"``."""
+    names = [part.rpartition(":")[2].lower() for part in value.split(",")] if isinstance(value, str) else [""]
+    return all(name in dist.Backend.backend_list for name in names)
+
+
+def _check_spec(spec: object, given: object) -> None:
+    if spec is None or isinstance(spec, SpecShard | SpecReplicate):
+        return
+    opened = open_container(spec)
+    if opened is None:
+        expected = "SpecShard(), SpecReplicate(), None, or a dictionary, list or tuple of them"
+        raise _refuse("batch_spec", given, expected, '{"ids": SpecShard(0), "vocabulary": SpecReplicate()}')
+    for part in opened.children:
+        _check_spec(part, given)
+
+
 def check_options(given: dict[str, Any]) -> StrategyOptions:
     """Arguments of ``D9DStrategy`` as one frozen object.
 
@@ -169,8 +189,10 @@ def check_options(given: dict[str, Any]) -> StrategyOptions:
     if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
         raise _refuse("bucket_size_mb", size, "a positive number of megabytes", "25")
     backend = given["process_group_backend"]
-    if backend is not None and not isinstance(backend, str):
-        raise _refuse("process_group_backend", backend, 'None or the name of a backend, such as "gloo"', "None")
+    if backend is not None and not _is_backend(backend):
+        known = ", ".join(dist.Backend.backend_list[1:])
+        raise _refuse("process_group_backend", backend, f"None or the name of a backend ({known})", '"gloo"')
+    _check_spec(given["batch_spec"], given["batch_spec"])
     recomputed = _check_recomputed(given)
     checked = dict(
         given,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -56,6 +57,29 @@ def _refuse_backward(module: LightningModule) -> None:
         )
 
 
+@contextmanager
+def several_optimizers_refused(module: LightningModule) -> Iterator[None]:
+    """Where Lightning refuses several optimizers, it advises manual optimization, which no pipeline can run.
+
+    Raises:
+        PipelineConfigurationError: Instead of Lightning's error, with advice that can be followed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise _several_optimizers(type(module).__name__, "several optimizers") from error
+
+
+def _several_optimizers(name: str, what: str) -> PipelineConfigurationError:
+    return PipelineConfigurationError(
+        f"{name}.configure_optimizers returned {what}. A batch has one backward, and each rank steps once over what it "
+        "owns. Return one optimizer with a parameter group for each: "
+        "`torch.optim.Adam([{'params': ..., 'lr': ...}, {'params': ..., 'lr': ...}])`."
+    )
+
+
 def refuse_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], replicas: int = 1) -> None:
     """Refuse optimizers that ranks cannot step alone.
 
@@ -66,10 +90,7 @@ def refuse_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], 
     name = type(module).__name__
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise PipelineConfigurationError(
-            f"{name}.configure_optimizers returned {len(optimizers)} optimizers ({kinds}). Return one optimizer with a "
-            "parameter group for each."
-        )
+        raise _several_optimizers(name, f"{len(optimizers)} optimizers ({kinds})")
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise PipelineConfigurationError(

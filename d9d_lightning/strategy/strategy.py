@@ -27,7 +27,7 @@ from d9d_lightning.strategy.failures import RunWatch
 from d9d_lightning.strategy.files import read_checkpoint, remove_checkpoint, write_checkpoint
 from d9d_lightning.strategy.launch import make_launcher
 from d9d_lightning.strategy.options import StrategyOptions, check_options
-from d9d_lightning.strategy.refusals import refuse_module
+from d9d_lightning.strategy.refusals import refuse_module, several_optimizers_refused
 from d9d_lightning.strategy.restoring import PendingState, restore_module
 from d9d_lightning.strategy.run import Run
 from d9d_lightning.strategy.world import World, join_world, leave_world
@@ -225,7 +225,8 @@ class D9DStrategy(Explained, ParallelStrategy):
         fitting = trainer.state.fn == compat.TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with several_optimizers_refused(module):
+                self.setup_optimizers(trainer)
         pending, self._pending = self._pending, None
         self._run.place(self.optimizers, pending)
         self._run.connect(self.precision_plugin, self._watch)

@@ -30,6 +30,8 @@ from tests.strategy.strategy_cases import QUIET, Classifier, fit, make_loader, p
         ("save_distributed_checkpoint", "yes", "True or False"),
         ("broadcast_batches", 1, "True or False"),
         ("process_group_backend", 5, "gloo"),
+        ("process_group_backend", "glo", "gloo"),
+        ("batch_spec", {"ids": 0}, "SpecShard"),
         ("timeout", 0, "positive"),
         ("start_method", "thread", "popen"),
     ],
@@ -110,7 +112,7 @@ class OwnBackward(Classifier):
     [
         (OwnBackward, "on_after_backward"),
         (Manual, "automatic_optimization"),
-        (Several, "optimizers|automatic"),
+        (Several, "one optimizer with a parameter group for each"),
         (LineSearch, "LBFGS"),
         (Pulls, "dataloader_iter"),
     ],
