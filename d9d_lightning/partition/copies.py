@@ -98,7 +98,8 @@ def _original(
     def is_trained(module: str) -> bool:
         return any(parameter.requires_grad for parameter in root.get_submodule(module).parameters())
 
-    candidates = [other for other in others if is_used(other) and is_trained(other)]
+    # an average that validates is used by a step that does not use what is trained
+    candidates = [other for other in others if is_used(other) and (is_trained(other) or is_trained(name))]
     if is_used(name) and is_trained(name):
         order = list(looks)
         candidates = [other for other in candidates if order.index(other) < order.index(name)]

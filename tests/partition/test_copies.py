@@ -42,6 +42,13 @@ def test_a_frozen_copy_is_found_after_its_values_have_moved() -> None:
     assert find_copies(root, names_below(root, "net.", "average.", "stack."))["average.0.weight"] == "net.0.weight"
 
 
+def test_a_copy_that_alone_is_used_stands_for_both() -> None:
+    """Where the first step validates with a frozen average, what is trained lives with it."""
+    root = Twins()
+    root.average.requires_grad_(False)
+    assert find_copies(root, names_below(root, "average.", "stack."))["net.0.weight"] == "average.0.weight"
+
+
 def test_tied_weights_of_a_copy_have_one_name() -> None:
     """Where weights are tied, copy and original are named as the root names them."""
     root = Twins()
