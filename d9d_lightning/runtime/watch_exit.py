@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -36,6 +38,7 @@ def leave_process(text: str, before_exit: Callable[[], None]) -> None:
     flusher.start()
     before_exit()
     flusher.join(_LAST_RESORT_S / 2)
+    _end_workers()
     os._exit(EXIT_CODE)
 
 
@@ -54,6 +57,14 @@ def wait_for_others(beats: Callable[[], dict[int, Beat]], limit_s: float) -> Non
     for beat in beats().values():
         if not beat.closed:
             beat.process.kill()
+
+
+def _end_workers() -> None:
+    """End workers of data loaders, as a normal exit does; left alone they stay for seconds."""
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # the main thread may be starting or ending one
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
 
 
 def _flush_everything() -> None:

@@ -26,6 +26,7 @@ def bind_clipping(
     group: ProcessGroup | None,
     weights: Mapping[Tensor, float],
     device: torch.device,
+    before_hooks: Callable[[], None],
     before_step: Sequence[Callable[[], None]],
 ) -> None:
     """Make a plugin clip by the global norm.
@@ -36,6 +37,7 @@ def bind_clipping(
         weights: Share of each parameter's norm that this rank accounts for; 0 for a shared one that another rank
             counts.
         device: Where norms are computed.
+        before_hooks: Called before the hooks of a step and before clipping.
         before_step: Called after clipping, right before the optimizer steps.
     """
     groups = () if group is None else (group,)
@@ -48,6 +50,7 @@ def bind_clipping(
         clip_gradients_by_value(self.main_params(optimizer), float(clip_val))
 
     def after_closure(self: Precision, model: Any, optimizer: Any) -> None:
+        before_hooks()
         type(self)._after_closure(self, model, optimizer)
         for call in before_step:
             call()

@@ -29,6 +29,7 @@ from d9d_lightning.strategy.assembly import (
 )
 from d9d_lightning.strategy.callbacks import CallbackAdapters
 from d9d_lightning.strategy.clip import bind_clipping
+from d9d_lightning.strategy.compat import is_overridden
 from d9d_lightning.strategy.disagreement import compare_setups, describe_setup
 from d9d_lightning.strategy.epochs import EpochEnds
 from d9d_lightning.strategy.evaluation import EvaluationSteps
@@ -55,6 +56,7 @@ from d9d_lightning.strategy.runtime_bridge import runtime_groups
 from d9d_lightning.strategy.session import Session
 from d9d_lightning.strategy.sharded import write_sharded
 from d9d_lightning.strategy.signals import StopSignals
+from d9d_lightning.strategy.stepping import StepAgreement
 from d9d_lightning.strategy.training import TrainingSteps
 from d9d_lightning.strategy.whole import whole_module
 from d9d_lightning.strategy.witness import DROPPING_HOOKS, GradientWitness
@@ -228,15 +230,18 @@ class Run:
         world_group = torch.distributed.group.WORLD if groups is not None else None
         prepare_scaler(precision, self._device, world_group)
         rank = self._world.pipeline_rank(self._programs.loss_owner)
+        world_control = groups.world_control if groups is not None else None
+        agreement = StepAgreement(world_control, lambda: is_overridden("optimizer_step", self._module))
         bind_clipping(
             precision,
             group=groups.pipeline_lockstep if groups is not None and self._world.axes.pipeline > 1 else None,
             weights=norm_weights(self.placed.engine, self.owned, rank),
             device=self._device,
+            before_hooks=agreement.step,
             before_step=(witness.compare, self._reduction.lower_gradients),
         )
         bind_metrics(self._module, groups.data_metrics if groups is not None and self._world.axes.data > 1 else None)
-        install_loop(self._trainer)
+        install_loop(self._trainer, agreement)
         keys = KeyAgreement(groups.world_control) if groups is not None and self._world.axes.data > 1 else None
         install_logbooks(self._trainer, self._reduce, None if keys is None else keys.check)
         around = self._calls_outside()

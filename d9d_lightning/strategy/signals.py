@@ -1,13 +1,17 @@
-"""Signals that ask a job to stop: noted where they arrive, acted upon by all ranks before the same batch.
+"""What asks a job to stop: noted where it arrives, acted upon by all ranks at the same batch.
 
 Lightning broadcasts from within the handler of SIGTERM, and looks at a flag of the own rank after each batch. With a
 pipeline the first collides with messages under way, and the second stops one rank while the others wait for it. Here a
 handler only writes an attribute. Before each batch the ranks compare, and all of them stop or none.
+
+``trainer.should_stop = True`` on one rank is such a wish too: hooks see what their own rank has, and the ranks of a
+pipeline are one device to the user. So it is shared right after the hooks that may have written it.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import ProcessGroup
+
+from d9d_lightning.runtime.groups import maximum_over
 
 __all__ = ["EXIT_CODE", "StopSignals"]
 
@@ -45,6 +51,12 @@ class StopSignals:
         self._bind(connector, "_sigterm_notifier_fn", self._note_stop)
         self._bind(connector, "_slurm_sigusr_handler_fn", self._note_requeue)
         self._bind(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.agree)
+        for owner, name in (
+            (self._trainer._logger_connector, "update_train_step_metrics"),
+            (self._trainer._logger_connector, "update_train_epoch_metrics"),
+            (self._trainer.strategy, "on_validation_end"),
+        ):
+            self._bind(owner, name, self._share_wish_after(getattr(owner, name)))
 
     def remove(self) -> None:
         """Give the trainer its own handling back."""
@@ -71,6 +83,22 @@ class StopSignals:
         if stop:
             connector.received_sigterm = True
             raise SIGTERMException(EXIT_CODE)
+
+    def _share_wish_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What Lightning calls on all ranks once their hooks have run, followed by :meth:`_share_wish`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._share_wish()
+            return result
+
+        return call
+
+    def _share_wish(self) -> None:
+        if self._trainer.sanity_checking or self._group is None:
+            return
+        wish = maximum_over([int(bool(self._trainer.should_stop))], self._group)
+        self._trainer.should_stop = bool(wish[0])
 
     def _note_stop(self, signum: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher
