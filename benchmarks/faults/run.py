@@ -6,11 +6,14 @@ Run ``python -m benchmarks.faults.run --write`` from the root of the repository;
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,11 @@ from typing import Any
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.job import run_in
 from benchmarks.faults.ranks import Ending, run_ranks
+from d9d_lightning.schedule import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
-SCHEDULES = ("zbv", "1f1b", "gpipe")
+NAMES = tuple(name for name in SCHEDULES if name != "forward_only")
 HANG_LIMIT_S = 5.0
 GOAL_S = 10.0
 
@@ -128,16 +132,26 @@ class Result:
         limit = GOAL_S if self.fault.kind not in ("hang", "stop") else HANG_LIMIT_S + GOAL_S
         return not self.hung and self.true_first and self.seconds < limit and not self.left_behind
 
-    def row(self) -> str:
-        """A line of the table."""
-        codes = ", ".join("hung" if ending.exit_code is None else str(ending.exit_code) for ending in self.endings)
-        told = ("yes" if self.true_first else "NO") if self.fault.told else "none is shown"
-        told = told if self.struck else "(did not strike)"
-        return f"| {self.name} | {self.schedule} | {self.seconds:.1f} | {codes} | {told} |"
+    @property
+    def codes(self) -> str:
+        """Exit codes, that of rank 0 first."""
+        return ", ".join("hung" if ending.exit_code is None else str(ending.exit_code) for ending in self.endings)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the true error was shown first, in a word."""
+        if not self.struck:
+            return "(did not strike)"
+        return ("yes" if self.true_first else "NO") if self.fault.told else "none is shown"
+
+    def line(self) -> str:
+        """Everything in a line."""
+        return f"{self.name} | {self.schedule} | {self.seconds:.1f} s | {self.codes} | {self.verdict}"
 
 
-def inject(case: Case, schedule: str, ranks: int = 2) -> Result:
-    """Run one job with one fault."""
+def inject(asked: tuple[Case, str], ranks: int = 2) -> Result:
+    """Run one job with one fault under one schedule."""
+    case, schedule = asked
     timeout = HANG_LIMIT_S if case.fault.kind == "hang" else 60.0
     with tempfile.TemporaryDirectory(prefix="d9d-saved-") as folder:
         options = {**case.options, "schedule": schedule, "ranks": ranks, "timeout": timeout}
@@ -147,7 +161,7 @@ def inject(case: Case, schedule: str, ranks: int = 2) -> Result:
 
 def show(result: Result) -> None:
     """Say what came of a fault, and everything about it where it went wrong."""
-    print(result.row(), flush=True)
+    print(result.line(), flush=True)
     if result.struck and not result.fine:
         for rank, ending in enumerate(result.endings):
             print(f"---- rank {rank}:\n{ending.text}", file=sys.stderr, flush=True)
@@ -172,12 +186,31 @@ def summarize(results: Sequence[Result]) -> list[str]:
     ]
 
 
+def tabulate(table: Sequence[Result]) -> list[str]:
+    """A row for each fault: seconds under each schedule, then how the ranks ended and what was shown."""
+    schedules = list(dict.fromkeys(result.schedule for result in table))
+    columns = ["fault", *schedules, "exit codes, rank 0 first", "true error first"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for name in dict.fromkeys(result.name for result in table):
+        row = {result.schedule: result for result in table if result.name == name}
+        seconds = [f"{row[schedule].seconds:.1f}" for schedule in schedules]
+        lines.append("| " + " | ".join([name, *seconds, *_count(row.values())]) + " |")
+    return lines
+
+
+def _count(row: Iterable[Result]) -> list[str]:
+    """What all schedules have in common; where they differ, how many show what."""
+    cells = []
+    for counted in (Counter(result.codes for result in row), Counter(result.verdict for result in row)):
+        several = len(counted) > 1
+        cells.append("; ".join(f"{what} ({count} x)" if several else what for what, count in counted.most_common()))
+    return cells
+
+
 def write_page(table: Sequence[Result], random_faults: Sequence[Result]) -> None:
     """Put the results into the documentation, between the markers."""
     lines = [
-        "| fault | schedule | seconds until the last rank has gone | exit codes, rank 0 first | true error first |",
-        "|---|---|---|---|---|",
-        *[result.row() for result in table],
+        *tabulate(table),
         "",
         *[line for sentence in summarize(random_faults) for line in (sentence, "")],
     ]
@@ -191,20 +224,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--random", type=int, default=100, help="number of random faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
+    parser.add_argument("--schedules", nargs="+", choices=NAMES, default=NAMES, help="columns of the table")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time; two processes each")
     parser.add_argument("--no-table", action="store_true", help="random faults only")
     parser.add_argument("--write", action="store_true", help=f"write the results into {PAGE.name}")
     chosen = parser.parse_args()
     cases = [] if chosen.no_table else [*map(Case, FAULTS), *ELSEWHERE]
-    results = []
-    for case, schedule in [(case, schedule) for case in cases for schedule in SCHEDULES]:
-        results.append(inject(case, schedule))
-        show(results[-1])
     generator = random.Random(chosen.seed)
-    drawn = []
-    for _ in range(chosen.random):
-        case = Case(Fault.draw(generator, ranks=2, batches=5))
-        drawn.append(inject(case, generator.choice(SCHEDULES)))
-        show(drawn[-1])
+    results: list[Result] = []
+    drawn: list[Result] = []
+    random_cases = [
+        (Case(Fault.draw(generator, ranks=2, batches=5)), generator.choice(NAMES)) for _ in range(chosen.random)
+    ]
+    # processes, since each needs a server of its own that starts its ranks
+    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+        for kept, asked in ((results, list(itertools.product(cases, chosen.schedules))), (drawn, random_cases)):
+            for result in pool.map(inject, asked):
+                kept.append(result)
+                show(result)
     print("\n".join(summarize(drawn)))
     if chosen.write:
         write_page(results, drawn)
