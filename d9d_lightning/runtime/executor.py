@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from d9d_lightning.runtime.early_receives import EarlyReceives
 from d9d_lightning.schedule import ActionBase, ActionKind, Program
 from d9d_lightning.stage.stage import PipelineStage
 from d9d_lightning.values import ValueId, ValueSpec
@@ -54,9 +55,11 @@ class Transport(Protocol):
 
     Attributes:
         problem: What makes the step of this rank fail although every action ran.
+        receives_ahead: For how many actions ahead receives may be posted; 0 where one could block what comes before it.
     """
 
     problem: Exception | None
+    receives_ahead: int
 
     def send_forward(self, stage: int, microbatch: int, values: Values) -> None:
         """Send the outputs of a stage to the rank of the next one."""
@@ -124,13 +127,13 @@ class PipelineExecutor:
 
     def run(self, monitor: Monitor | None = None) -> None:
         """Run all actions, then wait for the last sends."""
-        if monitor is None:
-            for action in self.actions:
-                self.execute(action)
-        else:
-            for action in self.actions:
+        early = EarlyReceives(self.actions, self._transport.receives_ahead, self.execute)
+        for position, action in enumerate(self.actions):
+            if monitor is not None:
                 monitor.enter(action)
+            if not early.has_run(position):
                 self.execute(action)
+            if monitor is not None:
                 monitor.leave()
         self._transport.finish()
         if self.failure is None:

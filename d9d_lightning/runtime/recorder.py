@@ -61,12 +61,14 @@ class RecordedTransport:
         waited: Seconds of all waits.
         final_wait: Seconds of the wait at the end, until everything sent had left.
         problem: What makes the step fail although every action ran; known at the end.
+        receives_ahead: As the wrapped transport has it.
     """
 
     def __init__(self, transport: Any) -> None:
         self.waited = 0.0
         self.final_wait = 0.0
         self.problem: Exception | None = None
+        self.receives_ahead: int = transport.receives_ahead
         self._transport = transport
         # bound once: sends are on the path of every action
         self.send_forward: Callable[[int, int, Mapping[Any, Any]], None] = transport.send_forward

@@ -13,6 +13,7 @@ class NoTransport:
     """One rank has all stages, so nothing travels."""
 
     problem: Exception | None = None
+    receives_ahead = 0
 
     def send_forward(self, stage: int, microbatch: int, values: Any) -> None:
         raise PipelineError(f"stage {stage} would send although one rank has all stages")

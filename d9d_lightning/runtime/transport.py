@@ -1,8 +1,8 @@
 """Values between processes: gloo and NCCL behind one interface.
 
-Receives are posted ahead, into buffers allocated then; sends are started and left alone. On gloo a send is known to
-have left only by waiting for it, so the queue is reaped in order once it is a few messages deep; what is waited for
-was sent long ago. A receiver takes a message with a header later than others, so in a step that has sent one nothing is
+Receives are posted two actions ahead where the backend allows it, into buffers allocated then; sends are started and
+left alone. On gloo a send is known to have left only by waiting for it, so the queue is reaped in order once it is a few
+messages deep; what is waited for was sent long ago. A receiver takes a message with a header later than others, so in a step that has sent one nothing is
 waited for before the end.
 """
 
@@ -39,6 +39,9 @@ _NONE_FLAGS = "~none"
 Which ones are follows from the plan, so it is sent with the first microbatch of a plan only, and checked afterwards.
 """
 
+_RECEIVES_AHEAD = 2
+"""Actions for which receives are posted before their turn, where the backend matches messages at any time."""
+
 _QUEUE_DEPTH = 8
 """Sends in flight before the oldest is waited for."""
 
@@ -65,6 +68,8 @@ class ProcessTransport:
         self._announced: set[tuple[int, str]] = set()
         self.problem: Exception | None = None
         self._batched = dist.get_backend(groups.forward) == "nccl"
+        # a batched backend runs its operations one after the other: what is posted early would hold up what is due
+        self.receives_ahead = 0 if self._batched else _RECEIVES_AHEAD
         self._inbox = Inbox(groups, self._batched)
         self._check_all = checks_every_message()
         self._sent, self._expected = MessageNumbers(), MessageNumbers()

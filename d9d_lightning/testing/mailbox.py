@@ -21,6 +21,7 @@ class MailboxTransport:
     """One rank's access to the mailbox."""
 
     problem: Exception | None = None
+    receives_ahead = 0
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._messages = mailbox.messages

@@ -33,6 +33,7 @@ class SlowTransport:
     """Every wait takes 2 seconds, everything else no time."""
 
     problem: Exception | None = None
+    receives_ahead = 0
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
