@@ -101,8 +101,8 @@ def parameter_stages(
     """Stages that hold each parameter; the first one is its home.
 
     A parameter lives with its unit. One that glue reads, or that several units hold, lives on every stage that uses it.
-    One that nothing uses lives on the last stage. A copy and its original live on
-    the stages of both.
+    One that nothing uses lives on the last stage. A copy and its original live on the stages of both, unless the step
+    writes one of them: it does so at home only, and elsewhere old values would stay.
     """
     names: dict[int, str] = {id(p): name for name, p in root.named_parameters()}
     stages: dict[str, set[int]] = {name: set() for name in names.values()}
@@ -128,6 +128,8 @@ def parameter_stages(
                 stages[source] |= stages[name]
     families: dict[str, set[str]] = {}
     for copy, original in trace.copies.items():
+        if {copy, original} & trace.written_parameters.keys():
+            continue
         families.setdefault(original, {original}).add(copy)
     for family in families.values():
         # a hook may update or swap any of them from any other

@@ -1,9 +1,9 @@
 """Values between processes: gloo and NCCL behind one interface.
 
 Receives are posted two actions ahead where the backend allows it, into buffers allocated then; sends are started and
-left alone. On gloo a send is known to have left only by waiting for it, so the queue is reaped in order once it is a few
-messages deep; what is waited for was sent long ago. A receiver takes a message with a header later than others, so in a step that has sent one nothing is
-waited for before the end.
+left alone. On gloo a send is known to have left only by waiting for it, so the queue is reaped in order once it is a
+few messages deep; what is waited for was sent long ago. A receiver takes a message with a header later than others, so
+in a step that has sent one nothing is waited for before the end.
 """
 
 from __future__ import annotations

@@ -62,15 +62,35 @@ class Averaged(Classifier):
         checkpoint["shadow"] = self.shadow
 
 
+class MovedInTheStep(Classifier):
+    """A frozen key encoder that the step itself moves towards what is trained, before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+        self.net = nn.Sequential(*layers, nn.Linear(4, 3))
+        self.key = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_of(batch)
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.net.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            target = self.key(batch[0].flip(1))
+        return loss + F.mse_loss(logits, target)
+
+
 def train(folder: str) -> tuple[list[float], list[dict[str, float]]]:
     strategy = pipeline(schedule="1f1b", num_microbatches=1)
     _, trainer, seen = fit(strategy, Averaged, devices=3, val=make_loader(10))
     trainer.save_checkpoint(f"{folder}/end.ckpt")
+    _, trainer, _ = fit(pipeline(schedule="1f1b", num_microbatches=1), MovedInTheStep, devices=3)
+    trainer.save_checkpoint(f"{folder}/moved.ckpt")
     return seen.losses, seen.metrics
 
 
 def test_copies_that_hooks_update_are_those_of_one_device(tmp_path: Any) -> None:
-    """On three ranks a teacher, an average, swapped weights and shadows in the checkpoint equal one device's."""
+    """On three ranks teachers, averages, swapped weights and shadows in the checkpoint equal one device's."""
     plain, trainer, seen = fit("auto", Averaged, val=make_loader(10))
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     for losses, metrics in run_distributed(train, 3, (str(tmp_path),), init_group=False):
@@ -81,6 +101,8 @@ def test_copies_that_hooks_update_are_those_of_one_device(tmp_path: Any) -> None
     assert largest_difference(saved["state_dict"], plain.state_dict()) < 5e-6
     expected = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     assert largest_difference(saved["shadow"], expected["shadow"]) < 5e-6
+    moved = torch.load(tmp_path / "moved.ckpt", weights_only=True)["state_dict"]
+    assert largest_difference(moved, fit("auto", MovedInTheStep)[0].state_dict()) < 5e-6
 
 
 class Loses(Classifier):
