@@ -28,7 +28,7 @@ _NUMPY_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
 
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 1.0
 """How long a rank that has failed waits for the others before it says so through the store."""
 
 _SAMPLE = 64

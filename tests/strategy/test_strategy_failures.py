@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from d9d_lightning.runtime import agreement
 from d9d_lightning.testing import collect_outcomes
 from tests.strategy.strategy_cases import Classifier, fit, make_loader, pipeline
 
@@ -97,7 +96,6 @@ class FailsBetweenUnits(Classifier):
 
 
 def validate_alone() -> None:
-    agreement.PATIENCE_SECONDS = 1.0
     fit(pipeline(), FailsBetweenUnits, val=make_loader(), devices=2)
 
 
