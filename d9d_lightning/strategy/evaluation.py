@@ -9,7 +9,7 @@ import torch
 from d9d_lightning.runtime.batch import merge_outputs
 from d9d_lightning.strategy.loggers import loggers_routed
 from d9d_lightning.strategy.precision import step_context
-from d9d_lightning.strategy.records import combine_records
+from d9d_lightning.strategy.records import combine_records, returned_losses
 from d9d_lightning.strategy.session import Session
 from d9d_lightning.strategy.training import detach
 from d9d_lightning.values import LogRecord, Microbatch
@@ -45,7 +45,8 @@ class EvaluationSteps:
         wanted = self._is_shared(step_name)
 
         def report() -> tuple[Any, list[LogRecord]]:
-            return (merge_outputs(outputs, sizes) if wanted else None), combine_records(records)
+            combined = combine_records(records, returned_losses(outputs))
+            return (merge_outputs(outputs, sizes) if wanted else None), combined
 
         output, records = session.messenger.share(report)
         if session.book is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from d9d_lightning.values import LogRecord
 
-__all__ = ["MetricReading", "combine_records"]
+__all__ = ["MetricReading", "combine_records", "returned_losses"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,23 @@ def combine_records(records: Sequence[LogRecord], losses: Sequence[Tensor] = ())
     Args:
         records: What was logged, microbatch after microbatch.
         losses: Loss of every microbatch, where there is one. A key that holds just them is a mean of samples, whatever
-            its ``reduce_fx`` does with batches.
+            its ``reduce_fx`` does with batches; a sum of whole numbers is a count all the same.
     """
     by_key: dict[tuple[str, str], list[LogRecord]] = {}
     for record in records:
         by_key.setdefault((record.hook, record.name), []).append(record)
     return [_combine(same, losses) for same in by_key.values()]
+
+
+def returned_losses(outputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Losses that a step of evaluation returned, as a number or under ``"loss"``; empty where some microbatch has none.
+
+    Args:
+        outputs: What the step returned, microbatch after microbatch.
+    """
+    found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+    losses = tuple(loss for loss in found if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point())
+    return losses if len(losses) == len(outputs) else ()
 
 
 def _combine(same: Sequence[LogRecord], losses: Sequence[Tensor]) -> LogRecord:
@@ -52,7 +63,7 @@ def _combine(same: Sequence[LogRecord], losses: Sequence[Tensor]) -> LogRecord:
         return replace(last, value=MetricReading(last.value.attribute, mean), size=total)
     values = torch.stack([_as_float(record.value) for record in same])
     reduction = _reduction_name(last.options.get("reduce_fx", "mean"))
-    if reduction in ("sum", "max", "min") and not _are(losses, same):
+    if reduction in ("sum", "max", "min") and (not _are(losses, same) or (reduction == "sum" and _are_whole(values))):
         value = getattr(values, reduction)()
     else:
         value = _weighted_mean(values, _weights(same))
@@ -63,6 +74,10 @@ def _are(losses: Sequence[Tensor], same: Sequence[LogRecord]) -> bool:
     return len(losses) == len(same) and all(
         bool(loss == record.value) for loss, record in zip(losses, same, strict=True)
     )
+
+
+def _are_whole(values: Tensor) -> bool:
+    return bool((values == values.round()).all())
 
 
 def _reduction_name(reduce_fx: Any) -> str:

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning.testing import run_distributed
+from tests.strategy.logging_cases import log_everywhere
 from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 
 
@@ -91,14 +92,27 @@ def run_hooked(strategy: Any, devices: int, folder: str) -> dict[str, Any]:
 
 
 def hooked_on_two(folder: str) -> dict[str, Any]:
-    return run_hooked(pipeline(schedule="1f1b"), 2, folder)
+    hooked = run_hooked(pipeline(schedule="1f1b"), 2, folder)
+    return {**hooked, "everywhere": log_everywhere(pipeline(schedule="1f1b"), 2)}
+
+
+def check_logged_everywhere(rank: dict[str, Any], one: dict[str, Any]) -> None:
+    """Loggers see the same keys; counts of calls and scores are the same to the last bit."""
+    for part in ("batches", "ends"):
+        for ours, theirs in zip(rank[part], one[part], strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-6)
+            is_exact = ("module/", "callback/"), ("Accuracy", "F1Score")
+            exact = [key for key in theirs if key.startswith(is_exact[0]) or key.endswith(is_exact[1])]
+            assert {key: ours[key] for key in exact} == {key: theirs[key] for key in exact}
 
 
 def test_hooks_of_a_module_work_as_written_on_every_rank(tmp_path):
-    """Collected outputs, hand-made metrics, curricula and frozen layers give one device's numbers on both ranks."""
+    """What hooks and callbacks log, collect, compute and change gives one device's numbers on both ranks."""
     ranks = run_distributed(hooked_on_two, 2, (str(tmp_path),), init_group=False)
     one = run_hooked("auto", 1, str(tmp_path))
+    everywhere = log_everywhere("auto", 1)
     for rank in ranks:
+        check_logged_everywhere(rank["everywhere"], everywhere)
         assert rank["losses"] == pytest.approx(one["losses"], abs=2e-6)
         assert rank["end"] == pytest.approx(one["end"], abs=2e-5)
         for ours, theirs in zip(rank["metrics"], one["metrics"], strict=True):

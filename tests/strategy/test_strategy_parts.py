@@ -20,7 +20,7 @@ from d9d_lightning.strategy.losses import BatchLoss, StepOutputError, WeightWind
 from d9d_lightning.strategy.mesh import AxisSizes, process_of_rank, rank_of_process, resolve_axes
 from d9d_lightning.strategy.messages import Messenger, RemoteError
 from d9d_lightning.strategy.optimizers import prune_optimizer, read_layout, to_global_state, to_local_state
-from d9d_lightning.strategy.records import MetricReading, combine_records
+from d9d_lightning.strategy.records import MetricReading, combine_records, returned_losses
 from d9d_lightning.strategy.stream import receive_tree, send_tree
 from d9d_lightning.testing import distributed
 from d9d_lightning.values import LogRecord
@@ -96,6 +96,12 @@ def test_a_logged_loss_is_a_mean_of_samples_under_any_reduction():
     records = [record(1.0, 3, reduce_fx=torch.max), record(4.0, 1, reduce_fx=torch.max)]
     (combined,) = combine_records(records, (torch.tensor(1.0), torch.tensor(4.0)))
     assert float(combined.value) == 1.75
+    assert returned_losses([torch.tensor(1.0), {"loss": torch.tensor(4.0)}]) == (1.0, 4.0)
+    assert returned_losses([torch.tensor(1.0), None]) == returned_losses([torch.ones(2), torch.ones(2)]) == ()
+    counts = [record(1.0, 3, reduce_fx="sum"), record(4.0, 1, reduce_fx="sum")]
+    assert float(combine_records(counts, (torch.tensor(1.0), torch.tensor(4.0)))[0].value) == 5.0
+    sums = [record(1.5, 3, reduce_fx="sum"), record(4.0, 1, reduce_fx="sum")]
+    assert float(combine_records(sums, (torch.tensor(1.5), torch.tensor(4.0)))[0].value) == 2.125
 
 
 def test_step_values_of_metrics_are_weighted_means():
