@@ -64,6 +64,10 @@ SILENT_HOOKS = (
 """Hooks of a module in which ``self.log`` is not allowed, but calling the module is."""
 
 
+_ANSWERING_HOOKS = frozenset({"on_train_batch_start"})
+"""Hooks whose answer decides how the loop goes on (-1 ends the epoch), so all ranks take that of the loss owner."""
+
+
 def refuse_unknown(records: Iterable[LogRecord]) -> None:
     """Refuse to log what is known on another rank only.
 
@@ -118,7 +122,7 @@ class HookWrappers:
                 continue
             hook = run_around(getattr(self._module, name), around)
             if name not in SILENT_HOOKS:
-                hook = self._wrap(hook, trainer, messenger, name in self._owner_only)
+                hook = self._wrap(hook, trainer, messenger, name)
             object.__setattr__(self._module, name, hook)
             self._wrapped.append(name)
 
@@ -128,10 +132,10 @@ class HookWrappers:
             vars(self._module).pop(name, None)
         self._wrapped.clear()
 
-    def _wrap(
-        self, hook: Callable[..., Any], trainer: Trainer, messenger: Messenger, owner_only: bool
-    ) -> Callable[..., Any]:
+    def _wrap(self, hook: Callable[..., Any], trainer: Trainer, messenger: Messenger, name: str) -> Callable[..., Any]:
         module = self._module
+        owner_only = name in self._owner_only
+        owner_answers = owner_only or name in _ANSWERING_HOOKS
 
         @wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -143,9 +147,9 @@ class HookWrappers:
                 result = None if skip else hook(*args, **kwargs)
             if messenger.is_source:
                 refuse_unknown(records)
-            logged, owned = messenger.share(lambda: (records, result if owner_only else None))
+            logged, owned = messenger.share(lambda: (records, result if owner_answers else None))
             warn_of_local_norms(module, logged)
             book.replay(trainer, module, logged)
-            return owned if owner_only else result
+            return owned if owner_answers else result
 
         return run

@@ -28,6 +28,9 @@ class Decides(L.LightningModule):
     def _is_time(self, what: str, batch_idx: int) -> bool:
         return what == self.what and batch_idx == 2 and os.environ["RANK"] == "1"
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.what == f"end the epoch on rank {os.environ['RANK']}" and batch_idx == 2 else None
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.layers(batch[0]).square().mean()
 
@@ -94,6 +97,16 @@ def fit(what: str, clip: float | None = None) -> tuple[int, int]:
 )
 def test_a_wish_to_stop_on_one_rank_stops_all_at_the_same_step(what: str, steps: int) -> None:
     """``trainer.should_stop = True`` on one rank ends the fit of all ranks after the same batch."""
+    outcomes = collect_outcomes(fit, 2, (what,), init_group=False, timeout=LIMIT_S, fresh=True)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert [outcome.value[0] for outcome in outcomes] == [steps, steps]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("rank", "steps"), [(0, 4), (1, 12)])
+def test_the_answer_of_the_loss_owner_ends_the_epoch_of_all(rank: int, steps: int) -> None:
+    """-1 from ``on_train_batch_start`` of the loss owner ends the epoch on all ranks; from another it ends none."""
+    what = f"end the epoch on rank {rank}"
     outcomes = collect_outcomes(fit, 2, (what,), init_group=False, timeout=LIMIT_S, fresh=True)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert [outcome.value[0] for outcome in outcomes] == [steps, steps]
