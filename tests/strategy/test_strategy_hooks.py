@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning.testing import run_distributed
+from tests.strategy.evaluation_cases import evaluate_unfitted
 from tests.strategy.logging_cases import log_everywhere
 from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_data, make_loader, pipeline
 
@@ -144,29 +146,49 @@ def evaluate(strategy: Any, devices: int) -> dict[str, Any]:
     module.net[1].eval()
     tested = trainer.test(module, make_loader(11, 4), verbose=False)
     modes = [child.training for child in module.modules()]
+    after = trainer.validate(module, make_loader(), verbose=False)
     predicted = trainer.predict(module, make_loader(23, 6))
     return {
         "before": [numbers(one) for one in before],
         "tested": [numbers(one) for one in tested],
+        "after": [numbers(one) for one in after],
         "modes": modes,
         "predicted": None if predicted is None or predicted[0] is None else torch.cat(predicted),
         "indices": writer.indices,
     }
 
 
-def evaluate_on_two(schedule: str) -> dict[str, Any]:
-    return evaluate(pipeline(schedule=schedule), 2)
+def evaluate_on_two(schedules: list[str]) -> dict[str, Any]:
+    found = {}
+    for schedule in schedules:
+        strategy = partial(pipeline, schedule=schedule)
+        found[schedule] = {**evaluate(strategy(), 2), "unfitted": evaluate_unfitted(strategy, 2)}
+    return found
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
-def test_validate_test_and_predict_work_in_any_order(schedule):
-    """Evaluation before and after a fit equals one device; predict gives rank 0 every sample once, with its index."""
-    first, second = run_distributed(evaluate_on_two, 2, (schedule,), init_group=False)
-    one = evaluate("auto", 1)
+def check_unfitted(first: dict[str, Any], second: dict[str, Any], one: dict[str, Any]) -> None:
+    """Tests have one device's values on both ranks, rank 0 alone has the predictions."""
     for rank in (first, second):
-        for key in ("before", "tested"):
-            assert rank[key] == [pytest.approx(expected, abs=2e-6) for expected in one[key]]
-        assert rank["modes"] == one["modes"]
-    torch.testing.assert_close(first["predicted"], one["predicted"], rtol=1e-4, atol=2e-6)
+        for ours, theirs in zip(rank["tested"], one["tested"], strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-6)
+    for key in ("several", "limited", "written"):
+        torch.testing.assert_close(first[key], one[key], rtol=1e-4, atol=2e-6)
     assert first["indices"] == one["indices"]
-    assert second["indices"] == []
+    assert (second["written"], second["indices"], second["limited"]) == (None, None, [None, None])
+
+
+def test_validate_test_and_predict_work_in_any_order():
+    """Evaluation before, after and without a fit equals one device; predict gives rank 0 every sample once."""
+    schedules = ["zbv", "1f1b", "interleaved_1f1b"]
+    ranks = run_distributed(evaluate_on_two, 2, (schedules,), init_group=False)
+    one, unfitted = evaluate("auto", 1), evaluate_unfitted(lambda: "auto", 1)
+    for schedule in schedules:
+        first, second = (rank[schedule] for rank in ranks)
+        for rank in (first, second):
+            for key in ("before", "tested", "after"):
+                assert rank[key] == [pytest.approx(expected, abs=2e-6) for expected in one[key]]
+            assert rank["modes"] == one["modes"]
+        torch.testing.assert_close(first["predicted"], one["predicted"], rtol=1e-4, atol=2e-6)
+        assert first["indices"] == one["indices"]
+        assert second["indices"] == []
+        check_unfitted(first["unfitted"], second["unfitted"], unfitted)
