@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -48,6 +50,28 @@ class Backwards:
         return iter(range(21, -1, -1))
 
 
+@dataclass
+class Labelled:
+    """A batch with names, and something that is not a tensor."""
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    source: str = "here"
+
+
+class Batches:
+    """A loader of one's own: iterable, as often as wanted, and nothing else."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, 22, 6):
+            features, labels = make_data()[start : start + 6]
+            yield Labelled(features + torch.rand(()), labels)
+
+
+def label(items: list[Any]) -> Labelled:
+    return Labelled(*(torch.stack(column) for column in zip(*items, strict=True)))
+
+
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(make_data(), batch_size=6, shuffle=True),
     "in order": lambda: DataLoader(make_data(), batch_size=6),
@@ -61,6 +85,9 @@ LOADERS: dict[str, Any] = {
     "augmented": lambda: DataLoader(Augmented(), batch_size=6, shuffle=True),
     "augmented in a worker": lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, num_workers=1),
     "stream": lambda: DataLoader(Stream(), batch_size=6),
+    "dataclass": lambda: DataLoader(make_data(), batch_size=6, shuffle=True, collate_fn=label),
+    "dataclass from an iterable": Batches,
+    "generator": lambda: (batch for batch in DataLoader(make_data(), batch_size=6)),
     "several": lambda: {
         "first": DataLoader(make_data(), batch_size=6, shuffle=True),
         "second": DataLoader(make_data(9), batch_size=3, shuffle=True),
@@ -69,20 +96,30 @@ LOADERS: dict[str, Any] = {
 
 
 class Either(Classifier):
-    """Takes one loader or several."""
+    """Takes one loader or several, of pairs or of :class:`Labelled`."""
+
+    def loss_of(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(batch, Labelled):
+            batch = (batch.features, batch.labels) if batch.source == "here" else ()
+        return super().loss_of(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batches = batch.values() if isinstance(batch, dict) else [batch]
         return sum(self.loss_of(one)[0] for one in batches)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch)[0])
+
 
 def losses_of(name: str, strategy: Any, devices: int, **options: Any) -> list[float]:
+    """Losses of a fit, and after them the one of validation."""
     L.seed_everything(7, verbose=False)
     seen = Losses()
     settings = {**QUIET, "max_epochs": 2, **options}
     trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=[seen], **settings)
-    trainer.fit(Either(), LOADERS[name]())
-    return seen.losses
+    # several loaders are several validations, which is another matter
+    trainer.fit(Either(), LOADERS[name](), None if name == "several" else LOADERS[name]())
+    return [*seen.losses, float(trainer.callback_metrics.get("val_loss", 0))]
 
 
 def all_losses_on_two(names: list[str], options: dict[str, Any]) -> dict[str, list[float]]:
@@ -92,7 +129,7 @@ def all_losses_on_two(names: list[str], options: dict[str, Any]) -> dict[str, li
 
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_every_kind_of_loader_gives_one_devices_batches(broadcast):
-    """Samplers, augmentations, streams and several loaders give both ranks the batches that one device sees."""
+    """Loaders of every kind, of pairs and of dataclasses, give both ranks one device's batches."""
     # a worker's draws are seeded by the loader, a stream's by the running generator: both are compared too
     names = list(LOADERS)
     first, second = run_distributed(
