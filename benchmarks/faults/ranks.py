@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -132,6 +133,12 @@ def _play(environment: dict[str, str], log: str, job: Callable[..., Any], args: 
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, outside of the range that systems give to outgoing connections."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
