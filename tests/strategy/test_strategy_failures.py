@@ -45,6 +45,14 @@ class FailsInHook(Classifier):
             raise BadLabelsError("the hook of rank 1")
 
 
+class Anomaly(Classifier):
+    """The gradient of its last activation is not a number, after two good steps."""
+
+    def training_step(self, batch, batch_idx):
+        loss, logits = self.loss_of(batch)
+        return loss + (logits * 0).sum().sqrt() if self.trainer.global_step == 2 else loss
+
+
 class Dies(Classifier):
     """Its process ends without a word."""
 
@@ -83,6 +91,19 @@ def test_a_rank_that_fails_alone_takes_the_other_with_it(kind, message):
     assert all(outcome.stack is None for outcome in outcomes), "a rank hung"
     assert all(outcome.failed for outcome in outcomes)
     assert message in told(outcomes[0])
+
+
+def train_into_anomaly() -> None:
+    fit(pipeline(), Anomaly, devices=2, detect_anomaly=True)
+
+
+def test_an_anomaly_is_named_on_every_rank():
+    """``detect_anomaly=True`` raises on both ranks and names the function whose gradient is not a number."""
+    with pytest.raises(RuntimeError, match="MulBackward0' returned nan values"):
+        fit("auto", Anomaly, detect_anomaly=True)
+    outcomes = collect_outcomes(train_into_anomaly, 2, init_group=False, timeout=60.0, grace=25.0)
+    assert all(outcome.error is not None for outcome in outcomes), [told(outcome) for outcome in outcomes]
+    assert all("MulBackward0' returned nan values" in told(outcome) for outcome in outcomes)
 
 
 class FailsBetweenUnits(Classifier):

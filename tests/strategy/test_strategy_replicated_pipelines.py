@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
+from d9d_lightning import D9DStrategy
 from d9d_lightning.strategy.programs import schedule_names
 from d9d_lightning.testing import run_distributed
-from tests.strategy.replicated_cases import Outcome, assert_replicas_equal, replicated, train
-from tests.strategy.strategy_cases import largest_difference
+from tests.strategy.replicated_cases import (
+    Outcome,
+    TiedModel,
+    assert_replicas_equal,
+    make_loader,
+    make_tokens,
+    replicated,
+    train,
+)
+from tests.strategy.strategy_cases import QUIET, Losses, largest_difference
 
 ACCUMULATIONS, MICROBATCHES = (1, 3), (1, 2, 8)
 ALL = list(product(ACCUMULATIONS, MICROBATCHES))
@@ -78,3 +90,49 @@ def test_tied_embeddings_stay_equal_on_all_their_owners() -> None:
         assert largest_difference(one.state, found[0].state) < 1e-5, schedule
         assert len(one.norms) == 5
         assert_replicas_equal(found)
+
+
+def go_on(pipeline: int, replicas: int, path: str, start: str | None, epochs: int) -> list[float]:
+    """Train up to an epoch on so many pipelines, or on one device, and save; gives the loss of every global batch."""
+    L.seed_everything(5, verbose=False)
+    devices, seen = pipeline * replicas, Losses()
+    split = D9DStrategy(pipeline_parallel_size=pipeline, data_parallel_size=replicas, num_microbatches=2)
+    trainer = L.Trainer(
+        strategy=split if devices > 1 else "auto", devices=devices, max_epochs=epochs, callbacks=[seen], **QUIET
+    )
+    trainer.fit(TiedModel(), make_loader(make_tokens(48), 16, replicas), ckpt_path=start)
+    trainer.save_checkpoint(path)
+    return [metrics["loss_step"] for metrics in seen.metrics]
+
+
+def launch(sizes: tuple[int, int], *arguments: Any) -> list[float]:
+    devices = sizes[0] * sizes[1]
+    if devices == 1:
+        return go_on(*sizes, *arguments)
+    ranks = run_distributed(go_on, devices, (*sizes, *arguments), init_group=False, timeout=120)
+    assert all(losses == ranks[0] for losses in ranks)
+    return ranks[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((2, 1), (1, 2)), ((2, 1), (2, 2)), ((2, 2), (1, 1)), ((1, 2), (2, 1))],
+    ids=lambda sizes: f"{sizes[0]}x{sizes[1]}",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_resuming_with_another_number_of_replicas_continues_the_unbroken_run(
+    tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """Losses, parameters and optimizer state after a change of data-parallel size are those of one unbroken device."""
+    whole, half, end = (str(tmp_path / f"{name}.ckpt") for name in ("whole", "half", "end"))
+    unbroken = go_on(1, 1, whole, None, 4)
+    resumed = launch(first, half, None, 2) + launch(second, end, half, 4)
+    assert resumed == pytest.approx(unbroken, abs=1e-5)
+    ours, theirs = (torch.load(path, weights_only=True) for path in (end, whole))
+    assert ours["global_step"] == theirs["global_step"] == 12
+    assert largest_difference(ours["state_dict"], theirs["state_dict"]) < 1e-5
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    mine, other = (file["optimizer_states"][0]["state"] for file in (ours, theirs))
+    assert mine.keys() == other.keys()
+    assert all(largest_difference(mine[key], other[key]) < 1e-5 for key in other)
