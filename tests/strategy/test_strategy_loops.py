@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from typing import Any
 
 import lightning as L
@@ -53,6 +54,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "plateau": {"kind": "plateau", "max_epochs": 4},
     "muon": {"kind": "muon", "max_epochs": 1},
     "unfreezing": {"callbacks": ["unfreeze"], "max_epochs": 3, "kind": "plain"},
+    "time limit": {"callbacks": ["clock"], "max_epochs": 5},
+    "adamw foreach": {"kind": "foreach", "gradient_clip_val": 0.05, "max_epochs": 1},
+    "registered name": {"registered": "d9d_zbv", "max_epochs": 1},
+    "adam fused": {"kind": "adam", "accumulate_grad_batches": 2, "max_epochs": 1},
 }
 
 
@@ -67,12 +72,42 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
 
 
+class Summary(ModelSummary):
+    """Keeps on every rank what it would print."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(max_depth=2)
+        self.kept = log
+
+    def _summary(self, trainer: Any, pl_module: Any) -> Any:
+        found = super()._summary(trainer, pl_module)
+        self.kept.append((found.total_parameters, found.trainable_parameters, found.model_size))
+        self.kept.append(list(zip(found.layer_names, found.param_nums, strict=True)))
+        return found
+
+
+class Clock(Timer):
+    """A minute passes with every batch on rank 0, and none on the others."""
+
+    def __init__(self) -> None:
+        super().__init__(duration={"minutes": 6})
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.batches += trainer.is_global_zero
+        super().on_train_batch_end(trainer, *args)
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        return 60.0 * self.batches
+
+
 def make_callback(name: str, log: list[Any]) -> Any:
     return {
         "stop": lambda: EarlyStopping("val_loss", min_delta=10.0, patience=0),
         "accumulate": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
-        "summary": lambda: ModelSummary(max_depth=2),
+        "summary": lambda: Summary(log),
         "timer": lambda: Timer(duration={"hours": 1}),
+        "clock": Clock,
         "lambda": lambda: LambdaCallback(
             on_before_optimizer_step=lambda trainer, module, optimizer: log.append(
                 [group["lr"] for group in optimizer.param_groups]
@@ -129,6 +164,20 @@ class Fused(Classifier):
         return torch.optim.AdamW(groups, lr=0.05, fused=True)
 
 
+class Foreach(Classifier):
+    """AdamW over lists of tensors, with the largest second moment kept."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1, foreach=True, amsgrad=True)
+
+
+class FusedAdam(Classifier):
+    """Adam in one kernel, with the other kind of weight decay."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05, weight_decay=0.1, fused=True)
+
+
 class Plateau(Classifier):
     """Lowers the rate when validation does not improve."""
 
@@ -152,12 +201,17 @@ KINDS: dict[str, type[Classifier]] = {
     "fused": Fused,
     "plateau": Plateau,
     "muon": Matrices,
+    "foreach": Foreach,
+    "adam": FusedAdam,
 }
+MEASURED = ("_per_sec", "/time", "_percent", "DeviceStatsMonitor")
+"""Parts of the names of columns that hold what a machine measured."""
 
 
 def run_way(name: str, strategy: Any, devices: int, folder: str) -> dict[str, Any]:
     options = dict(WAYS[name])
-    kind = KINDS[options.pop("kind", "")]
+    kind, registered = KINDS[options.pop("kind", "")], options.pop("registered", None)
+    strategy = registered if registered and devices > 1 else strategy
     log: list[Any] = []
     seen = Losses()
     callbacks = [make_callback(one, log) for one in options.pop("callbacks", [])]
@@ -185,6 +239,30 @@ def run_all_on_two(names: list[str], folder: str) -> dict[str, Any]:
     return {name: run_way(name, pipeline(), 2, folder) for name in names}
 
 
+def rows_of(path: Any) -> list[dict[str, str]]:
+    """Rows of a file of metrics, without what a machine measured and without empty fields."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        {name: value for name, value in row.items() if value and not any(part in name for part in MEASURED)}
+        for row in rows
+    ]
+
+
+def assert_files_of_metrics_equal(folder: Any, name: str) -> None:
+    """The file of the pipeline against one device's: rows, columns and values."""
+    ours, theirs = (rows_of(folder / f"{name}-{devices}" / "metrics.csv") for devices in (2, 1))
+    assert len(theirs) > 4
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys(), name
+        assert [float(mine[key]) for key in other] == pytest.approx([float(v) for v in other.values()], abs=3e-6), name
+
+
+def columns_of(path: Any) -> set[str]:
+    """Names of the columns of a file of metrics."""
+    return set(path.read_text().splitlines()[0].split(","))
+
+
 def test_every_way_to_fit_equals_one_device(tmp_path):
     """Loop options, precisions and Lightning's callbacks give one device's losses, metrics, counts and parameters."""
     ranks = run_distributed(run_all_on_two, 2, (list(WAYS), str(tmp_path)), init_group=False, timeout=240.0)
@@ -203,6 +281,15 @@ def test_every_way_to_fit_equals_one_device(tmp_path):
         assert files[0].keys() == files[1].keys(), name
         if "current_model_state" in files[0]:
             assert largest_difference(*(file["current_model_state"] for file in files)) < 1e-5
+        if (tmp_path / f"{name}-1" / "metrics.csv").exists():
+            assert_files_of_metrics_equal(tmp_path, name)
+    assert len(list(tmp_path.glob("*-2/metrics.csv"))) == 2
+    monitors = [columns_of(tmp_path / f"bars and monitors-{devices}" / "metrics.csv") for devices in (1, 2)]
+    assert {"train/samples", "train/batches"} < monitors[0]
+    assert monitors[0] <= monitors[1]
+    assert all(column.endswith("_per_sec") for column in monitors[1] - monitors[0])
+    assert (ranks[1]["time limit"]["step"], len(ranks[1]["time limit"]["losses"])) == (6, 6)
+    assert ranks[1]["callbacks"]["log"][0][:2] == (139, 139)
 
 
 class Tuned(Classifier):
