@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -195,3 +196,75 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_lightning_does(tmp_p
     ours = middle(pipeline, tmp_path / "ours")
     assert ours[0] == pytest.approx(plain[0], abs=2e-6)
     assert ours[1] == pytest.approx(plain[1], abs=2e-6)
+
+
+def decide(strategy: Any, devices: int, folder: str, epochs: int, start: str | None, average: bool) -> list[float]:
+    """Train with callbacks that remember; the loss that does not grow stops the run after its fourth epoch."""
+    callbacks: list[Any] = [
+        EarlyStopping("val_loss", mode="max", patience=3),
+        ModelCheckpoint(f"{folder}/top", monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True),
+    ]
+    if average:
+        callbacks.append(EMAWeightAveraging(decay=0.8))
+    _, trainer, seen = fit(
+        strategy,
+        loader=make_loader(),
+        val=make_loader(),
+        ckpt=start,
+        devices=devices,
+        max_epochs=epochs,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+    )
+    trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
+    return seen.losses
+
+
+def decide_twice(devices: int, folder: str, average: bool) -> list[float]:
+    begun, ended = (pipeline(), pipeline(schedule="1f1b")) if devices > 1 else ("auto", "auto")
+    losses = decide(begun, devices, folder, 2, None, average)
+    # the average takes the place of the parameters at the end of training: go on from within the fit
+    start = f"{folder}/top/last.ckpt" if average else f"{folder}/2.ckpt"
+    return losses + decide(ended, devices, folder, 8, start, average)
+
+
+def decide_in_both_ways(folder: str) -> list[list[float]]:
+    return [decide_twice(2, f"{folder}/{average}", average) for average in (False,)]
+
+
+def plainly(value: Any) -> Any:
+    """The value with names of files for paths and numbers for tensors."""
+    if isinstance(value, dict):
+        return {plainly(key): plainly(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return Path(value).name if isinstance(value, str) and "/" in value else value
+
+
+def close(value: Any) -> Any:
+    """The value, every float of which stands for those near it."""
+    if isinstance(value, dict):
+        return {key: close(one) for key, one in value.items()}
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
+
+
+def assert_decisions_equal(ours: Path, theirs: Path) -> None:
+    """Files that are kept, states of callbacks, parameters and their averages."""
+    assert {path.name for path in (ours / "top").iterdir()} == {path.name for path in (theirs / "top").iterdir()}
+    mine, other = (torch.load(folder / "8.ckpt", weights_only=True) for folder in (ours, theirs))
+    stop = next(state for name, state in other["callbacks"].items() if "EarlyStopping" in name)
+    assert (stop["wait_count"], stop["stopped_epoch"]) == (3, 3)
+    assert list(mine["callbacks"]) == list(other["callbacks"])
+    assert plainly(mine["callbacks"]) == close(plainly(other["callbacks"]))
+    for key in {"state_dict", "current_model_state", "averaging_state"} & other.keys():
+        assert largest_difference(mine[key], other[key]) < 1e-5, key
+
+
+def test_callbacks_go_on_from_where_they_were(tmp_path):
+    """EarlyStopping and ModelCheckpoint on two ranks decide after a resume as on one device."""
+    ranks = run_distributed(decide_in_both_ways, 2, (str(tmp_path / "two"),), init_group=False)
+    resumed = decide_twice(1, str(tmp_path / "plain" / "False"), average=False)
+    assert len(resumed) == 16
+    for losses in ranks:
+        assert losses[0] == pytest.approx(resumed, abs=5e-6)
+    assert_decisions_equal(tmp_path / "two" / "False", tmp_path / "plain" / "False")
