@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.partition.generators import numpy_random
 from d9d_lightning.partition.snapshot import ModuleSnapshot
 from d9d_lightning.partition.structure import tensors_in
@@ -32,10 +33,21 @@ def matching_modules(root: nn.Module, policy: Any) -> list[str]:
         root: The user's module, which is never chosen itself.
         policy: Module classes, or a policy as torch's FSDP takes it: an object such as ``ModuleWrapPolicy``, or a
             function of ``module``, ``recurse`` and ``nonwrapped_numel``.
+
+    Raises:
+        PartitionError: Classes are given, and the module has none of them.
     """
     if isinstance(policy, set | frozenset | list | tuple):
         classes = tuple(policy)
-        return [name for name, module in root.named_modules() if name and isinstance(module, classes)]
+        found = [name for name, module in root.named_modules() if name and isinstance(module, classes)]
+        if classes and not found:
+            given = ", ".join(sorted(one.__name__ for one in classes))
+            there = ", ".join(sorted({type(module).__name__ for name, module in root.named_modules() if name}))
+            raise PartitionError(
+                f"activation_checkpointing={{{given}}}: {type(root).__name__} has no such module. It has {there}. "
+                "Expected: the classes of the layers that repeat, such as {TransformerEncoderLayer}."
+            )
+        return found
     if not hasattr(policy, "_run_policy"):
         return _ask_function(root, policy)
     chosen = {id(module) for module in policy._run_policy(root, set(), {})}

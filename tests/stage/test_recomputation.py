@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
+from d9d_lightning.errors import PartitionError
 from d9d_lightning.schedule import SCHEDULES
 from d9d_lightning.stage.recomputation import Recomputation, find_recomputed, matching_modules
 from tests.parity import StepModule, assert_equal_training, train_pipeline, train_plain
@@ -195,3 +196,10 @@ def test_layers_that_fill_a_list_run_again_as_the_first_time(schedule: str) -> N
     plain = train_pipeline(module, batches, COUNT, schedule=schedule, ranks=2)
     again = train_pipeline(module, batches, COUNT, schedule=schedule, ranks=2, recomputed={RememberingLayer})
     assert_equal_training(plain, again, exact=True)
+
+
+def test_classes_that_the_module_does_not_have_are_an_error() -> None:
+    """Classes that match nothing are named, with those that there are; one that matches is enough."""
+    with pytest.raises(PartitionError, match=r"Bilinear.*DropoutGpt has no such module.*GptBlock"):
+        matching_modules(DropoutGpt(), {nn.Bilinear})
+    assert matching_modules(DropoutGpt(), {nn.Bilinear, GptBlock})
