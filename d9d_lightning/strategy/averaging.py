@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from d9d_lightning.partition.placeholder import is_placeholder
+from d9d_lightning.strategy.compat import trainer_callbacks
 
-__all__ = ["PartialAverage", "give_up_foreign_parts"]
+__all__ = ["PartialAverage", "give_up_foreign_parts", "trained_state"]
 
 
 class PartialAverage(AveragedModel):
@@ -58,3 +62,18 @@ def give_up_foreign_parts(average: AveragedModel, model: nn.Module) -> None:
             if held is not None and id(held) in replacement:
                 child._parameters[leaf] = replacement[id(held)]
     average.__class__ = PartialAverage
+
+
+def trained_state(trainer: Trainer, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict to train on from.
+
+    Weight averaging saves the averages as ``state_dict`` and what is trained beside it. When a fit is resumed its
+    callback loads the second over the first, which is too early here: a module is filled once it is placed.
+    """
+    averages = any(
+        isinstance(callback, WeightAveraging) and callback._average_model is not None
+        for callback in trainer_callbacks(trainer)
+    )
+    key = "current_model_state" if averages and "averaging_state" in checkpoint else "state_dict"
+    state: Mapping[str, Any] = checkpoint.get(key, checkpoint["state_dict"])
+    return state

@@ -21,6 +21,7 @@ from d9d_lightning.errors import PipelineError, PipelineStateError
 from d9d_lightning.runtime.step_report import StepReport
 from d9d_lightning.schedule import PipelineProgramBuilder
 from d9d_lightning.strategy import compat
+from d9d_lightning.strategy.averaging import trained_state
 from d9d_lightning.strategy.collectives import Collectives
 from d9d_lightning.strategy.explain import Explained
 from d9d_lightning.strategy.failures import RunWatch
@@ -345,7 +346,8 @@ class D9DStrategy(Explained, ParallelStrategy):
         module = self.lightning_module
         if module is not None:
             is_split = self._joined.axes.pipeline > 1
-            self._pending = restore_module(module, checkpoint["state_dict"], strict, is_split=is_split)
+            state = trained_state(module.trainer, checkpoint)
+            self._pending = restore_module(module, state, strict, is_split=is_split)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer."""

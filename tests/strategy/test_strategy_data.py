@@ -127,7 +127,7 @@ def all_losses_on_two(names: list[str], options: dict[str, Any]) -> dict[str, li
     return {n: losses_of(n, pipeline(**{"num_microbatches": microbatches.get(n, 3), **options}), 2) for n in names}
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("broadcast", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_every_kind_of_loader_gives_one_devices_batches(broadcast):
     """Loaders of every kind, of pairs and of dataclasses, give both ranks one device's batches."""
     # a worker's draws are seeded by the loader, a stream's by the running generator: both are compared too

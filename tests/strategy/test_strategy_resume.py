@@ -229,7 +229,7 @@ def decide_twice(devices: int, folder: str, average: bool) -> list[float]:
 
 
 def decide_in_both_ways(folder: str) -> list[list[float]]:
-    return [decide_twice(2, f"{folder}/{average}", average) for average in (False,)]
+    return [decide_twice(2, f"{folder}/{average}", average) for average in (False, True)]
 
 
 def plainly(value: Any) -> Any:
@@ -260,11 +260,15 @@ def assert_decisions_equal(ours: Path, theirs: Path) -> None:
         assert largest_difference(mine[key], other[key]) < 1e-5, key
 
 
+@pytest.mark.full
 def test_callbacks_go_on_from_where_they_were(tmp_path):
-    """EarlyStopping and ModelCheckpoint on two ranks decide after a resume as on one device."""
+    """EarlyStopping, ModelCheckpoint and the weight average on two ranks decide after a resume as on one device."""
     ranks = run_distributed(decide_in_both_ways, 2, (str(tmp_path / "two"),), init_group=False)
     resumed = decide_twice(1, str(tmp_path / "plain" / "False"), average=False)
-    assert len(resumed) == 16
+    averaged = decide_twice(1, str(tmp_path / "plain" / "True"), average=True)
+    assert len(resumed) == len(averaged) == 16
     for losses in ranks:
         assert losses[0] == pytest.approx(resumed, abs=5e-6)
-    assert_decisions_equal(tmp_path / "two" / "False", tmp_path / "plain" / "False")
+        assert losses[1] == pytest.approx(averaged, abs=5e-6)
+    for average in ("False", "True"):
+        assert_decisions_equal(tmp_path / "two" / average, tmp_path / "plain" / average)
