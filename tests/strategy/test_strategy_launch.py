@@ -129,7 +129,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
 def test_workers_bring_the_whole_module_back(tmp_path, method):
     """After ``start_method="spawn"`` or ``"fork"`` the main process has the trained module, not the part of a rank."""
     done = run_script(tmp_path, SPAWN.format(method=method))
