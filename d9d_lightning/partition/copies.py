@@ -6,8 +6,9 @@ It can do so on every rank alike if both live on one, so units of a copy go wher
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,29 @@ __all__ = ["find_copies", "mirror_units", "originals_of_units"]
 
 
 @dataclass(frozen=True)
-class _Looks:
-    """Names of a module's parameters in the root, and what tells it from others: their geometry, and their values."""
+class _Look:
+    """A submodule that has parameters.
 
+    Attributes:
+        module: It.
+        names: Names of its parameters in the root.
+        kind: Equal for those whose parameters have the same shapes and types under the same names below them.
+        position: How many such submodules come before it.
+    """
+
+    module: nn.Module
     names: tuple[str, ...]
-    geometry: tuple[tuple[str, torch.Size, torch.dtype], ...]
-    values: tuple[float, ...] | None
+    kind: int
+    position: int
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some parameter takes gradients."""
+        return any(parameter.requires_grad for parameter in self.module.parameters())
+
+    def is_used(self, used: Collection[str]) -> bool:
+        """Whether the step uses all of it."""
+        return all(name in used for name in self.names)
 
 
 def find_copies(root: nn.Module, used: Collection[str]) -> dict[str, str]:
@@ -36,78 +54,92 @@ def find_copies(root: nn.Module, used: Collection[str]) -> dict[str, str]:
         root: The user's module.
         used: Names of parameters that the step uses.
     """
-    sums: dict[int, tuple[float, bool]] = {}
-    first = {id(parameter): name for name, parameter in root.named_parameters()}
-    looks = {
-        name: _look(module, first, sums)
-        for name, module in root.named_modules()
-        if name and any(True for _ in module.parameters())
-    }
-    alike: dict[tuple[tuple[str, torch.Size, torch.dtype], ...], list[str]] = {}
-    for name, look in looks.items():
-        alike.setdefault(look.geometry, []).append(name)
+    looks = _look_at_submodules(root)
+    relatives = _Relatives(root, looks)
     copies: dict[str, str] = {}
     originals: set[str] = set()
     for name, look in looks.items():
         if any(parameter in copies or parameter in originals for parameter in look.names):
             continue
-        others = [o for o in alike[look.geometry] if o != name and not _are_layers_of_one_list(root, name, o)]
-        others = [other for other in others if not {*looks[other].names} & {*look.names, *copies}]
-        original = _original(root, name, others, looks, used)
+        own = set(look.names)
+        others = [o for o in relatives.of(name) if own.isdisjoint(o.names) and copies.keys().isdisjoint(o.names)]
+        original = _original(look, others, used)
         if original is not None:
-            copies.update(zip(look.names, looks[original].names, strict=True))
-            originals.update(looks[original].names)
+            copies.update(zip(look.names, original.names, strict=True))
+            originals.update(original.names)
     return copies
 
 
-def _look(module: nn.Module, first: Mapping[int, str], sums: dict[int, tuple[float, bool]]) -> _Looks:
-    named = list(module.named_parameters())
-    names = tuple(first[id(parameter)] for _, parameter in named)
-    geometry = tuple((name, parameter.shape, parameter.dtype) for name, parameter in named)
-    if any(parameter.is_meta for _, parameter in named):
-        return _Looks(names, geometry, None)
-    known = [_sum(parameter, sums) for _, parameter in named]
-    # fresh norms and zero biases are all alike without being copies
-    values = tuple(total for total, _ in known) if any(varied for _, varied in known) else None
-    return _Looks(names, geometry, values)
+def _look_at_submodules(root: nn.Module) -> dict[str, _Look]:
+    first = {id(parameter): name for name, parameter in root.named_parameters()}
+    looks: dict[str, _Look] = {}
+    kinds: dict[Any, int] = {}
+    for name, module in root.named_modules():
+        named = list(module.named_parameters()) if name else []
+        if named:
+            names = tuple(first[id(parameter)] for _, parameter in named)
+            geometry = tuple((leaf, parameter.shape, parameter.dtype) for leaf, parameter in named)
+            looks[name] = _Look(module, names, kinds.setdefault(geometry, len(kinds)), len(looks))
+    return looks
 
 
-def _sum(parameter: Tensor, sums: dict[int, tuple[float, bool]]) -> tuple[float, bool]:
-    if id(parameter) not in sums:
-        flat = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-        varied = bool(flat.numel()) and bool(flat.min() != flat.max())
-        sums[id(parameter)] = float(flat.double().sum()), varied
-    return sums[id(parameter)]
+class _Relatives:
+    """Finds submodules of one kind, for each by where its path leaves that of another.
+
+    Those in two layers of one list, or one in the other, are alike without being copies. A large net has thousands of
+    them, so they are not even looked at.
+    """
+
+    def __init__(self, root: nn.Module, looks: Mapping[str, _Look]) -> None:
+        self._root = root
+        self._looks = looks
+        self._below: dict[tuple[int, tuple[str, ...]], dict[str, list[_Look]]] = {}
+        for name, look in looks.items():
+            path = name.split(".")
+            for depth, part in enumerate(path):
+                branches = self._below.setdefault((look.kind, tuple(path[:depth])), {})
+                branches.setdefault(part, []).append(look)
+
+    def of(self, name: str) -> list[_Look]:
+        """Submodules that look like this one, in the order of the module."""
+        path, kind = name.split("."), self._looks[name].kind
+        found: list[_Look] = []
+        for depth, own in enumerate(path):
+            branches = self._below[kind, tuple(path[:depth])]
+            if len(branches) > 1 and not self._is_list(path[:depth]):
+                found += [look for part, looks in branches.items() if part != own for look in looks]
+        return sorted(found, key=lambda look: look.position)
+
+    def _is_list(self, path: Sequence[str]) -> bool:
+        return isinstance(self._root.get_submodule(".".join(path)), nn.ModuleList | nn.Sequential)
 
 
-def _are_layers_of_one_list(root: nn.Module, one: str, other: str) -> bool:
-    """Whether two modules lie in two layers of one list, or one in the other: those are alike without being copies."""
-    ones, others = one.split("."), other.split(".")
-    common = next((i for i, (a, b) in enumerate(zip(ones, others, strict=False)) if a != b), None)
-    if common is None:
-        return True
-    return isinstance(root.get_submodule(".".join(ones[:common])), nn.ModuleList | nn.Sequential)
-
-
-def _original(
-    root: nn.Module, name: str, others: list[str], looks: Mapping[str, _Looks], used: Collection[str]
-) -> str | None:
-    def is_used(module: str) -> bool:
-        return all(parameter in used for parameter in looks[module].names)
-
-    def is_trained(module: str) -> bool:
-        return any(parameter.requires_grad for parameter in root.get_submodule(module).parameters())
-
+def _original(look: _Look, others: Sequence[_Look], used: Collection[str]) -> _Look | None:
+    if not others:
+        return None
+    is_trained, is_used = look.is_trained, look.is_used(used)
     # an average that validates is used by a step that does not use what is trained
-    candidates = [other for other in others if is_used(other) and (is_trained(other) or is_trained(name))]
-    if is_used(name) and is_trained(name):
-        order = list(looks)
-        candidates = [other for other in candidates if order.index(other) < order.index(name)]
-    equal = [o for o in candidates if looks[o].values is not None and looks[o].values == looks[name].values]
-    if equal:
-        return equal[0]
-    set_apart = not is_trained(name) or not is_used(name)
+    candidates = [other for other in others if other.is_used(used) and (is_trained or other.is_trained)]
+    if is_used and is_trained:
+        candidates = [other for other in candidates if other.position < look.position]
+    equal = next((other for other in candidates if _have_equal_values(other.module, look.module)), None)
+    if equal is not None:
+        return equal
+    set_apart = not is_trained or not is_used
     return candidates[0] if set_apart and len(candidates) == 1 else None
+
+
+def _have_equal_values(one: nn.Module, other: nn.Module) -> bool:
+    """Whether the values are equal and say something: fresh norms, zero biases are all alike without being copies."""
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    if any(a.is_meta or a.device != b.device for a, b in pairs):
+        return False
+    return all(torch.equal(a, b) for a, b in pairs) and any(map(_is_varied, one.parameters()))
+
+
+def _is_varied(parameter: Tensor) -> bool:
+    flat = parameter.detach().reshape(-1)
+    return bool(flat.numel()) and bool((flat != flat[0]).any())
 
 
 def mirror_units(
