@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -16,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from d9d_lightning.testing.ports import find_free_port
 
 # A line that reports an error, as Python or the failure watch writes it; frames and warnings do not count.
 _ERROR_LINE = re.compile(
@@ -61,7 +61,7 @@ def run_ranks(job: Callable[..., Any], count: int, /, *args: Any, limit_s: float
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    base = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    base = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
     with tempfile.TemporaryDirectory(prefix="d9d-faults-") as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(count)]
         processes = []
@@ -130,15 +130,3 @@ def _play(environment: dict[str, str], log: str, job: Callable[..., Any], args: 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setpgrp()  # whatever this rank starts can be found by its group afterwards
     job(*args, **kwargs)
-
-
-def _free_port() -> int:
-    """A port that nobody listens on, outside of the range that systems give to outgoing connections."""
-    while True:
-        port = random.randrange(15000, 30000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

@@ -17,7 +17,6 @@ import inspect
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 from d9d_lightning.errors import WorkerError
 from d9d_lightning.testing.pool import Worker, return_workers, take_workers
+from d9d_lightning.testing.ports import find_free_port
 from d9d_lightning.testing.worker import Job, Report
 
 __all__ = ["RankOutcome", "collect_outcomes", "distributed", "run_distributed"]
@@ -212,7 +212,7 @@ def _make_jobs(
         )
     file = inspect.getsourcefile(inspect.unwrap(function))
     base = dict(os.environ, OMP_NUM_THREADS="1", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()))
     if sys.platform == "linux":
         base.setdefault("GLOO_SOCKET_IFNAME", "lo")
     payload = pickle.dumps(call)
@@ -240,12 +240,6 @@ def _make_jobs(
 def _with_environment(job: Job, environment: Mapping[str, str]) -> Job:
     job.environment.update(environment)
     return job
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _watch(workers: list[Worker], jobs: list[Job], timeout: float, grace: float | None) -> list[RankOutcome]:

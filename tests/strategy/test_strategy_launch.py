@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from d9d_lightning import D9DStrategy
+from d9d_lightning.testing.ports import find_free_port
 from tests.strategy.strategy_cases import QUIET, Classifier, fit, largest_difference, make_loader, pipeline
 
 HERE = Path(__file__).parents[2]
@@ -102,9 +102,7 @@ def start_as_slurm_does(folder: Path, rank: int, port: int) -> subprocess.Popen[
 def test_tasks_of_slurm_are_the_processes_of_the_pipeline(tmp_path):
     """Two tasks with the variables that ``srun`` sets train together, and neither starts further processes."""
     (tmp_path / "script.py").write_text(SCRIPT.format(here=str(HERE), body=TRAIN_AND_SAVE))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     tasks = [start_as_slurm_does(tmp_path, rank, port) for rank in (0, 1)]
     try:
         ended = [task.communicate(timeout=LONG) for task in tasks]
