@@ -74,6 +74,6 @@ def trained_state(trainer: Trainer, checkpoint: Mapping[str, Any]) -> Mapping[st
         isinstance(callback, WeightAveraging) and callback._average_model is not None
         for callback in trainer_callbacks(trainer)
     )
-    key = "current_model_state" if averages and "averaging_state" in checkpoint else "state_dict"
-    state: Mapping[str, Any] = checkpoint.get(key, checkpoint["state_dict"])
+    resumes = averages and "averaging_state" in checkpoint
+    state: Mapping[str, Any] = checkpoint["current_model_state" if resumes else "state_dict"]
     return state
