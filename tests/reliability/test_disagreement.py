@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.testing import collect_outcomes, run_distributed
+from tests.strategy.strategy_cases import QUIET
 
 LIMIT_S = 30.0
 
@@ -64,13 +65,9 @@ def fit(what: str) -> int:
     if odd and what in ("length", "stream"):
         data = torch.cat([data, data])
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=2,
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         strategy=D9DStrategy(
             "gpipe" if odd and what == "schedule" else "1f1b",
             num_microbatches=4 if odd and what == "microbatches" else 2,

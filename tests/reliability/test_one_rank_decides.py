@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.testing import collect_outcomes
+from tests.strategy.strategy_cases import QUIET
 
 LIMIT_S = 30.0
 
@@ -70,13 +71,9 @@ def fit(what: str, clip: float | None = None) -> tuple[int, int]:
     L.seed_everything(3, verbose=False)
     data = TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)))
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=2,
         max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         num_sanity_val_steps=0,
         gradient_clip_val=clip,
         val_check_interval=4 if what == "stop after validation" else None,

@@ -20,6 +20,7 @@ from d9d_lightning.errors import PipelineError
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.strategy import grad_norm
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import QUIET
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,15 +47,8 @@ def train(module: Watched, strategy: Any, devices: int, **options: Any) -> Watch
     """Fit a module that was built after seeding."""
     source = torch.Generator().manual_seed(5)
     data = TensorDataset(torch.randn(8 * BATCHES, 6, generator=source), torch.arange(8 * BATCHES) % 3)
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = L.Trainer(devices=devices, strategy=strategy, **{**settings, **options})
+    settings: dict[str, Any] = {**QUIET, "max_epochs": 1, **options}
+    trainer = L.Trainer(devices=devices, strategy=strategy, **settings)
     trainer.fit(module, DataLoader(data, batch_size=8))
     return module
 

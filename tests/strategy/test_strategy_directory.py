@@ -19,7 +19,7 @@ from d9d_lightning.errors import UnsafeCheckpointError
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.strategy.stored import StoredEntries, StoredMapping
 from d9d_lightning.testing import run_distributed
-from tests.strategy.strategy_cases import Classifier, Losses, fit, largest_difference, make_loader, pipeline
+from tests.strategy.strategy_cases import QUIET, Classifier, Losses, fit, largest_difference, make_loader, pipeline
 
 
 def read_by_this_rank(folder: str) -> tuple[set[str], set[str], int, int]:
@@ -76,16 +76,7 @@ class Configured(Classifier):
 def resume(strategy: Any, path: str, weights_only: bool | None) -> list[float]:
     L.seed_everything(7, verbose=False)
     seen = Losses()
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=1,
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[seen],
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = L.Trainer(**QUIET, strategy=strategy, devices=1, max_epochs=2, callbacks=[seen])
     trainer.fit(Configured(), make_loader(), ckpt_path=path, weights_only=weights_only)
     return seen.losses
 

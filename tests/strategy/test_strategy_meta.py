@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from d9d_lightning import D9DStrategy
 from d9d_lightning.partition.placeholder import Placeholder
 from d9d_lightning.testing import run_distributed
+from tests.strategy.strategy_cases import QUIET
 
 
 class MetaModule(L.LightningModule):
@@ -42,14 +43,10 @@ def fit(devices: int) -> tuple[float, int, int]:
     L.seed_everything(3, verbose=False)
     data = TensorDataset(torch.randn(24, 8), torch.randint(0, 2, (24,)))
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=devices,
         strategy=D9DStrategy(schedule="zbv", num_microbatches=2),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = MetaModule()
     trainer.fit(module, DataLoader(data, batch_size=8))
