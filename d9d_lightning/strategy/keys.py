@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from d9d_lightning.errors import PipelineError
+from d9d_lightning.runtime.groups import maximum_over
 from d9d_lightning.values import LogRecord
 
 __all__ = ["DifferentKeysError", "KeyAgreement"]
@@ -40,9 +40,8 @@ class KeyAgreement:
         names = sorted({f"{record.hook}.{record.name}" for record in records})
         digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
-        extremes = torch.tensor([number, -number])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        if int(extremes[0]) == -int(extremes[1]):
+        largest, negated_smallest = maximum_over([number, -number], self._group)
+        if largest == -negated_smallest:
             return
         found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, names, group=self._group)

@@ -14,8 +14,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import ProcessGroup
@@ -72,9 +70,7 @@ class StopSignals:
         """
         if self._group is None:
             return
-        wishes = torch.tensor([self._stop, self._requeue], dtype=torch.uint8)
-        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
-        stop, requeue = wishes.tolist()
+        stop, requeue = maximum_over([self._stop, self._requeue], self._group)
         connector = self._trainer._signal_connector
         if requeue:
             self._requeue = False
@@ -97,8 +93,8 @@ class StopSignals:
     def _share_wish(self) -> None:
         if self._trainer.sanity_checking or self._group is None:
             return
-        wish = maximum_over([int(bool(self._trainer.should_stop))], self._group)
-        self._trainer.should_stop = bool(wish[0])
+        (wish,) = maximum_over([bool(self._trainer.should_stop)], self._group)
+        self._trainer.should_stop = bool(wish)
 
     def _note_stop(self, signum: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher

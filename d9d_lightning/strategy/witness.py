@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from d9d_lightning.runtime.groups import maximum_over
 from d9d_lightning.strategy.disagreement import RanksDisagreeError
 
 __all__ = ["DROPPING_HOOKS", "GradientWitness"]
@@ -66,9 +67,7 @@ class GradientWitness:
         was_bad, self._was_bad = self._was_bad, False
         good, self._was_good = self._was_good, []
         dropped = was_bad and any(not _remains(p) for p in good)
-        found = torch.tensor([dropped], dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        if found.item():
+        if maximum_over([dropped], self._group) == [1]:
             self._tell(dropped, any(map(_remains, self._parameters)))
 
     def _tell(self, dropped: bool, kept: bool) -> None:
